@@ -1,0 +1,1 @@
+"""The engines' side: clients, KV layout and connectors."""

@@ -1,0 +1,1 @@
+"""The kvstore service: identity, protocol, index, node, daemon, control plane and CLI."""

@@ -1,0 +1,1 @@
+"""The control plane: gRPC for people and routers."""

@@ -1,0 +1,1 @@
+"""Moving bytes: memory regions and the shm and tcp transports."""

@@ -1,0 +1,1 @@
+"""Media and policy: the DRAM and SSD tiers, eviction and admission."""

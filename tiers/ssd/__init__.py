@@ -1,0 +1,1 @@
+"""The SSD tier: a log of checksummed records in preallocated regions."""

@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a fresh Debian 12 machine and root are enough.
+#
+#   make demo        a real engine reuses KV across requests, processes and a daemon restart
+#   make test        the whole test suite
+#   make lint types contracts proto-check      what CI checks besides
+#   make bench       the speed table, as ratios measured in the same run
+#   make format proto                          rewrite files in place
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+export VENV
+PYTHON_ := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lint format types contracts proto proto-check bench clean
+
+help:
+	@sed -n '3,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/constraints.txt scripts/setup
+	@scripts/setup $(VENV)
+	@touch $@
+
+demo: $(READY)
+	$(PYTHON_) -m examples.demo $(DEMO)
+
+test: $(READY)
+	$(PYTHON_) -m pytest -n 2 --dist worksteal $(TESTS)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(READY)
+	$(PYTHON_) -m mypy
+
+contracts: $(READY)
+	$(VENV)/bin/lint-imports
+
+proto: $(READY)
+	scripts/proto
+
+proto-check: $(READY)
+	scripts/proto --check
+
+bench: $(READY)
+	@command -v fio >/dev/null || { [ "$$(id -u)" -eq 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends fio; } || echo "bench: no fio: the SSD row will say so"
+	$(PYTHON_) -m benchmarks $(BENCH)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

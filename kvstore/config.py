@@ -1,0 +1,307 @@
+"""The daemon's configuration: one typed tree, checked as a whole before anything starts.
+
+The tree is plain data. Where values come from (file, environment, flags) is ``kvstore.sources``'s
+business; the daemon only sees a ``Config``. All sizes are bytes, durations seconds, shares
+fractions between 0 and 1.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    model_validator,
+)
+
+from kvstore.units import (
+    Address,
+    format_size,
+    parse_address,
+    parse_duration,
+    parse_rate,
+    parse_share,
+    parse_size,
+)
+
+PAGE: Final = 4096
+HUGE_PAGE: Final = 2 << 20
+MAX_SOCKET_PATH: Final = 107
+"""Longest Unix socket path in bytes: ``sun_path`` holds 108 with its closing NUL."""
+
+
+def _nothing_is_off(value: object) -> object:
+    return (
+        None if isinstance(value, str) and value.strip().lower() in ("", "off", "none") else value
+    )
+
+
+def _expanded(value: object) -> object:
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Share = Annotated[float, BeforeValidator(parse_share)]
+ListenAddress = Annotated[Address, BeforeValidator(parse_address), PlainSerializer(str)]
+OptionalAddress = Annotated[ListenAddress | None, BeforeValidator(_nothing_is_off)]
+OptionalRate = Annotated[
+    Annotated[int, BeforeValidator(parse_rate), Field(gt=0)] | None,
+    BeforeValidator(_nothing_is_off),
+]
+LocalPath = Annotated[Path, BeforeValidator(_expanded)]
+OptionalPath = Annotated[LocalPath | None, BeforeValidator(_nothing_is_off)]
+
+
+def default_state_directory() -> Path:
+    """``/var/lib/kvstore`` for root, else ``$XDG_STATE_HOME/kvstore`` (``~/.local/state``)."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/kvstore")
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "kvstore"
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors; a built section cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class NodeSection(Section):
+    """Who the node is and where it keeps its state."""
+
+    name: str = Field(default_factory=_host_name, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the node in logs, metrics and ``status``."""
+    state_directory: LocalPath = Field(default_factory=default_state_directory)
+    """Holds the lock, the Unix socket and whatever must outlive the process."""
+    grace: Duration = 10.0
+    """Seconds that requests in flight get to finish after SIGTERM."""
+
+
+class ListenSection(Section):
+    """Where the node can be reached."""
+
+    unix: OptionalPath = None
+    """Unix socket of the data path. Unset: ``kvstore.sock`` in the state directory."""
+    tcp: OptionalAddress = None
+    """TCP address of the data path; unset means no TCP."""
+    control: OptionalAddress = Address("127.0.0.1", 9400)
+    """gRPC address of the control plane, which the CLI speaks to."""
+    metrics: OptionalAddress = Address("127.0.0.1", 9401)
+    """HTTP address of the Prometheus metrics."""
+    insecure: bool = False
+    """Allow addresses beyond loopback without a token."""
+
+
+class DramSection(Section):
+    """The DRAM tier's arena."""
+
+    capacity: Annotated[Size, Field(gt=0)] = 1 << 30
+    """Bytes of block memory."""
+    segment: Annotated[Size, Field(gt=0)] = 1 << 30
+    """Bytes of one memfd segment. Unset: 1 GiB, or the capacity where that is smaller."""
+    huge_pages: Literal["auto", "never", "require"] = "auto"
+    """Whether segments ask for 2 MiB pages."""
+    prefault: bool = True
+    """Touch all pages in the background after the start, so that no put pays for it."""
+
+
+class SsdSection(Section):
+    """The SSD tier's log."""
+
+    capacity: Size = 0
+    """Bytes on disk; 0 turns the tier off."""
+    directory: OptionalPath = None
+    """Directory of the log; needed where the capacity is not 0."""
+    region: Annotated[Size, Field(gt=0)] = 64 << 20
+    """Bytes of one region, the unit of space that is reclaimed."""
+    queue_depth: int = Field(default=8, ge=1, le=1024)
+    """Reads and writes in flight at once."""
+    write_budget: OptionalRate = None
+    """Bytes a second that demotion may write; unset means no limit."""
+
+
+class PolicySection(Section):
+    """What is kept, what leaves, and how carefully bytes are checked."""
+
+    dram: Literal["lru", "arc", "fifo"] = "lru"
+    """Eviction policy of the DRAM tier."""
+    low_watermark: Share = 0.85
+    """Share of the DRAM capacity down to which demotion works."""
+    high_watermark: Share = 0.95
+    """Share of the DRAM capacity above which demotion starts."""
+    integrity: Literal["ssd", "always"] = "ssd"
+    """``always`` also checksums at put and verifies at every get."""
+    departures: int = Field(default=65536, ge=0, le=1 << 24)
+    """Evicted blocks remembered for ``explain``."""
+
+
+class LimitsSection(Section):
+    """What one client may ask for."""
+
+    sessions: int = Field(default=1024, ge=1, le=1 << 20)
+    """Sessions at once."""
+    max_payload: Annotated[Size, Field(ge=PAGE, le=1 << 34)] = 1 << 30
+    """Bytes of payload in one frame."""
+    max_hashes: int = Field(default=65536, ge=1, le=65536)
+    """Hashes in one request."""
+    session_pinned: Annotated[Share, Field(gt=0)] = 0.5
+    """Share of the DRAM capacity that one session may hold pinned or reserved."""
+    request_deadline_max: Annotated[Duration, Field(gt=0)] = 60.0
+    """Longest deadline that is honoured; longer ones are shortened to it."""
+
+
+class AuthSection(Section):
+    """Tokens. They come from a file or the environment, never from a flag, and are not printed."""
+
+    session_token: SecretStr | None = None
+    """Token that sessions must present in their HELLO."""
+    session_token_file: OptionalPath = None
+    """File whose first line is the session token."""
+    control_token: SecretStr | None = None
+    """Bearer token that control calls must carry."""
+    control_token_file: OptionalPath = None
+    """File whose first line is the control token."""
+
+
+class LogSection(Section):
+    """What the daemon says about itself, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is written."""
+    format: Literal["console", "json"] = "console"
+    """For people, or one JSON object a line."""
+
+
+class Config(Section):
+    """The whole configuration of one daemon."""
+
+    node: NodeSection = NodeSection()
+    listen: ListenSection = ListenSection()
+    dram: DramSection = DramSection()
+    ssd: SsdSection = SsdSection()
+    policy: PolicySection = PolicySection()
+    limits: LimitsSection = LimitsSection()
+    auth: AuthSection = AuthSection()
+    log: LogSection = LogSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, tree: object) -> object:
+        return derive(tree) if isinstance(tree, dict) else tree
+
+    @property
+    def session_token(self) -> str | None:
+        """The token that sessions must present, or None where none is asked for."""
+        return _revealed(self.auth.session_token)
+
+    @property
+    def control_token(self) -> str | None:
+        """The bearer token of the control plane, or None where none is asked for."""
+        return _revealed(self.auth.control_token)
+
+
+def _revealed(secret: SecretStr | None) -> str | None:
+    return secret.get_secret_value() if secret is not None else None
+
+
+def derive(tree: dict[str, object]) -> dict[str, object]:
+    """The raw tree with the defaults filled in that follow from other values.
+
+    They are the socket path (in the state directory), and a segment and region no larger than the
+    capacities allow. Values that do not parse are left for validation to complain about.
+    """
+    sections = {name: dict(part) for name, part in tree.items() if isinstance(part, dict)}
+    listen = sections.setdefault("listen", {})
+    state = sections.get("node", {}).get("state_directory") or str(default_state_directory())
+    if "unix" not in listen and isinstance(state, (str, Path)):
+        listen["unix"] = str(Path(state).expanduser() / "kvstore.sock")
+    _derive_size(sections, "dram", "segment", share=1, default=1 << 30)
+    _derive_size(sections, "ssd", "region", share=8, default=64 << 20)
+    return tree | sections
+
+
+def _derive_size(
+    sections: dict[str, dict[str, object]], section: str, key: str, *, share: int, default: int
+) -> None:
+    values = sections.get(section, {})
+    if key in values or "capacity" not in values:
+        return
+    try:
+        capacity = parse_size(values["capacity"])
+    except ValueError:
+        return
+    if 0 < capacity // share < default:
+        values[key] = max(capacity // share // PAGE * PAGE, PAGE)
+
+
+Complaint = tuple[tuple[str, ...], str]
+"""The keys that a rule concerns, and the sentence that says what is wrong with them."""
+
+
+def complaints(config: Config) -> Iterator[Complaint]:
+    """Rules that span keys and that ``config`` breaks. Each names its keys, first the main one."""
+    yield from _space_complaints(config)
+    yield from _listen_complaints(config)
+    low, high = config.policy.low_watermark, config.policy.high_watermark
+    if not low < high:
+        keys = ("policy.low_watermark", "policy.high_watermark")
+        yield keys, f"the low watermark ({low:.0%}) must be below the high one ({high:.0%})"
+
+
+def _space_complaints(config: Config) -> Iterator[Complaint]:
+    dram, ssd = config.dram, config.ssd
+    if dram.capacity < dram.segment:
+        yield (
+            ("dram.capacity", "dram.segment"),
+            f"{format_size(dram.capacity)} is less than one segment ({format_size(dram.segment)})",
+        )
+    step = HUGE_PAGE if dram.huge_pages == "require" else PAGE
+    if dram.segment % step:
+        yield ("dram.segment",), f"must be a multiple of {format_size(step)}"
+    if not ssd.capacity:
+        return
+    if ssd.directory is None:
+        yield ("ssd.directory", "ssd.capacity"), "an SSD tier needs a directory"
+    if ssd.region % PAGE:
+        yield ("ssd.region",), f"must be a multiple of {format_size(PAGE)}"
+    if ssd.capacity < 2 * ssd.region:
+        yield (
+            ("ssd.capacity", "ssd.region"),
+            f"{format_size(ssd.capacity)} is less than two regions of {format_size(ssd.region)}",
+        )
+
+
+def _listen_complaints(config: Config) -> Iterator[Complaint]:
+    listen = config.listen
+    if listen.unix is None and listen.tcp is None:
+        yield ("listen.unix", "listen.tcp"), "the node must listen on a Unix socket, TCP, or both"
+    if listen.unix is not None and len(os.fsencode(listen.unix)) > MAX_SOCKET_PATH:
+        yield (
+            ("listen.unix",),
+            f"the socket path is longer than {MAX_SOCKET_PATH} bytes: {listen.unix}",
+        )
+    guarded: tuple[tuple[str, Address | None, str | None, str], ...] = (
+        ("tcp", listen.tcp, config.session_token, "auth.session_token_file or "),
+        ("control", listen.control, config.control_token, "auth.control_token_file or "),
+        ("metrics", listen.metrics, None, ""),
+    )
+    for key, address, token, remedy in guarded:
+        if address is not None and not address.loopback and not listen.insecure and token is None:
+            yield (
+                (f"listen.{key}",),
+                f"{address} can be reached from other machines: set {remedy}"
+                "listen.insecure = true if the network is trusted, or use 127.0.0.1",
+            )

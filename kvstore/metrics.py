@@ -1,0 +1,138 @@
+"""Counters and histograms of one node, cheap enough to touch on every request.
+
+The node adds to plain integers and bisect-indexed buckets from its event loop; nothing is locked,
+formatted or allocated there. ``kvstore.exposition`` reads the totals when Prometheus scrapes.
+
+Hits and misses are counted by block, and only through ``hit`` and ``miss``, so that
+``hits + misses == lookups`` always holds.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvstore.departures import DepartureReason
+
+Direction = Literal["in", "out"]
+MissReason = Literal["absent", "pending", "corrupt", "no_space", "medium", "deadline"]
+"""Why a block was a miss: not held; still being written; failed its checksum; no room to bring it
+up; its medium failed; not there within the deadline."""
+PutOutcome = Literal["stored", "held", "busy", "refused", "aborted"]
+
+LATENCY_BUCKETS: Final = tuple(
+    base * scale for scale in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) for base in (1.0, 2.0, 5.0)
+)
+"""Upper bounds in seconds, from a microsecond to five seconds, three a decade."""
+
+
+class Histogram:
+    """Observations counted by bucket; ``observe`` costs well under a microsecond.
+
+    Attributes:
+        bounds: inclusive upper bounds, ascending.
+        counts: observations of each bucket, with a last one for what is above all bounds.
+        total: sum of all observations.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation (seconds for latencies)."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Upper bound of the bucket that holds the ``share`` quantile; 0 without observations.
+
+        What lies above every bound is reported as the last bound.
+        """
+        wanted = share * self.count
+        seen = 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            seen += count
+            if seen and seen >= wanted:
+                return bound
+        return self.bounds[-1] if self.count else 0.0
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What a tier holds, in bytes and blocks; ``lost`` is neither free for use nor holding any."""
+
+    capacity: int = 0
+    used: int = 0
+    lost: int = 0
+    blocks: int = 0
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything one node counts. The event loop's thread is the only one that writes.
+
+    Counters of several labels are keyed by tuples in the order of the names below.
+    """
+
+    hits: Counter[str] = field(default_factory=Counter)
+    """Blocks found, by tier."""
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    """Blocks not found, by reason."""
+    lookups: int = 0
+    """Blocks asked for by get."""
+    matched: Counter[Literal["held", "absent"]] = field(default_factory=Counter)
+    """Blocks asked for by match and exists, by answer; they are no lookups."""
+    moved_bytes: Counter[tuple[str, Direction]] = field(default_factory=Counter)
+    """Payload bytes; ``in`` is towards the node."""
+    puts: Counter[PutOutcome] = field(default_factory=Counter)
+    """Blocks offered by put, by what became of them."""
+    evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)
+    """Extents given up, by tier and reason."""
+    demotions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Blocks copied down, by (from, to)."""
+    promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Blocks copied up, by (from, to)."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Requests answered with an error, by the error's code."""
+    requests: Counter[str] = field(default_factory=Counter)
+    """Requests answered, by operation."""
+    match_seconds: Histogram = field(default_factory=Histogram)
+    get_seconds: Histogram = field(default_factory=Histogram)
+    put_seconds: Histogram = field(default_factory=Histogram)
+    ssd_read_seconds: Histogram = field(default_factory=Histogram)
+    ssd_write_seconds: Histogram = field(default_factory=Histogram)
+    occupancy: dict[str, Occupancy] = field(default_factory=dict)
+    """Filled in by the node's ``refresh`` before a scrape (see ``kvstore.exposition``)."""
+    sessions: int = 0
+    """Sessions open now."""
+    sessions_opened: int = 0
+    """Sessions accepted since the start."""
+    pins: int = 0
+    """Pins held now, by sessions and administrators together."""
+    reservations: int = 0
+    """Blocks reserved and not yet committed."""
+    internal_errors: int = 0
+    """Exceptions caught at a boundary that names them; anything above 0 is a bug."""
+
+    def hit(self, tier: str, blocks: int = 1) -> None:
+        """Count blocks that a get found in ``tier``."""
+        self.hits[tier] += blocks
+        self.lookups += blocks
+
+    def miss(self, reason: MissReason, blocks: int = 1) -> None:
+        """Count blocks that a get did not return, and why."""
+        self.misses[reason] += blocks
+        self.lookups += blocks
+
+    def moved(self, transport: str, direction: Direction, size: int) -> None:
+        """Count payload bytes towards (``in``) or from (``out``) the node."""
+        self.moved_bytes[transport, direction] += size

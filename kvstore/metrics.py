@@ -136,3 +136,13 @@ class Metrics:
     def moved(self, transport: str, direction: Direction, size: int) -> None:
         """Count payload bytes towards (``in``) or from (``out``) the node."""
         self.moved_bytes[transport, direction] += size
+
+    def latencies(self) -> dict[str, Histogram]:
+        """The histograms by operation: match, get, put, ssd_read, ssd_write."""
+        return {
+            "match": self.match_seconds,
+            "get": self.get_seconds,
+            "put": self.put_seconds,
+            "ssd_read": self.ssd_read_seconds,
+            "ssd_write": self.ssd_write_seconds,
+        }

@@ -1,0 +1,160 @@
+"""Checks of the single values of a message: types, ranges and numbers, and the blob of hashes.
+
+Each check returns the value that it was given, typed, or raises :class:`InvalidRequest` with a
+text that names what is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NoReturn
+
+from kvstore.errors import InvalidRequest
+
+__all__ = [
+    "HASH_BYTES",
+    "MAX_BYTES",
+    "MAX_HASHES",
+    "MAX_SEGMENTS",
+    "MAX_TRANSPORTS",
+    "MAX_U64",
+    "arguments",
+    "codes",
+    "flag",
+    "integer",
+    "integers",
+    "join_hashes",
+    "locations",
+    "mapping",
+    "one_hash",
+    "split_hashes",
+    "text",
+    "wrong",
+]
+
+HASH_BYTES: Final = 32
+MAX_HASHES: Final = 65_536
+MAX_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
+MAX_BYTES: Final = 1 << 40
+"""Largest offset, length or size of a block or segment, in bytes."""
+MAX_TRANSPORTS: Final = 16
+MAX_SEGMENTS: Final = 128
+"""Most segments asked for at once; the kernel passes at most 253 descriptors in one message."""
+
+_MAX_TEXT: Final = 4_096
+_MAX_MAP: Final = 64
+
+
+def wrong(what: str) -> NoReturn:
+    """Refuse the message because of ``what``."""
+    raise InvalidRequest(what)
+
+
+def integer(value: object, low: int, high: int, what: str) -> int:
+    """Return ``value`` if it is an integer from ``low`` to ``high`` (no bool)."""
+    if type(value) is not int or not low <= value <= high:
+        wrong(f"{what} must be an integer from {low} to {high}")
+    return value
+
+
+def flag(value: object, what: str) -> bool:
+    """Return ``value`` if it is a bool."""
+    if type(value) is not bool:
+        wrong(f"{what} must be true or false")
+    return value
+
+
+def text(value: object, what: str) -> str:
+    """Return ``value`` if it is text of bounded length."""
+    if type(value) is not str or len(value) > _MAX_TEXT:
+        wrong(f"{what} must be text of at most {_MAX_TEXT} characters")
+    return value
+
+
+def codes(value: object, allowed: bytes, most: int, what: str) -> bytes:
+    """Return ``value`` if it is at most ``most`` bytes, each one of ``allowed``."""
+    if type(value) is not bytes or len(value) > most or value.strip(allowed):
+        wrong(f"{what} must be at most {most} bytes, each one of {list(allowed)}")
+    return value
+
+
+def integers(value: object, high: int, most: int, what: str) -> list[int]:
+    """Return ``value`` if it is a list of at most ``most`` integers from 0 to ``high``."""
+    if type(value) is not list or len(value) > most:
+        wrong(f"{what} must be a list of at most {most} integers")
+    if not value:
+        return value
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > high:
+        wrong(f"{what} must be integers from 0 to {high}")
+    return value
+
+
+def locations(value: object, what: str) -> list[int] | None:
+    """Return ``value`` if it is ``None`` or what a transport says about places."""
+    if value is None:
+        return None
+    return integers(value, MAX_U64, MAX_HASHES, what)
+
+
+def mapping(value: object, what: str) -> dict[str, object]:
+    """Return ``value`` if it is a map of bounded size with text as keys."""
+    if type(value) is not dict or len(value) > _MAX_MAP:
+        wrong(f"{what} must be a map of at most {_MAX_MAP} entries")
+    if not all(type(key) is str for key in value):
+        wrong(f"the keys of {what} must be text")
+    return value
+
+
+def arguments(values: Sequence[object], number: int, what: str) -> None:
+    """Check that there are exactly ``number`` values."""
+    if len(values) != number:
+        wrong(f"{what} takes {number} values, not {len(values)}")
+
+
+# --- hashes ------------------------------------------------------------------------------------
+
+_MAX_CACHED_SPLIT: Final = 4_096
+
+
+@lru_cache(maxsize=64)
+def _splitter(number: int) -> struct.Struct:
+    return struct.Struct("32s" * number)
+
+
+def join_hashes(hashes: Sequence[bytes]) -> bytes:
+    """Return ``hashes`` as the one blob in which they travel.
+
+    Raises:
+        InvalidRequest: there are more than 65,536, or one is not 32 bytes long.
+    """
+    number = len(hashes)
+    if number > MAX_HASHES:
+        wrong(f"at most {MAX_HASHES} hashes a request, not {number}")
+    if list(map(len, hashes)).count(HASH_BYTES) != number:
+        wrong(f"every hash must be {HASH_BYTES} bytes long")
+    return b"".join(hashes)
+
+
+def split_hashes(blob: object) -> Sequence[bytes]:
+    """Return the hashes that travel in ``blob``.
+
+    Raises:
+        InvalidRequest: ``blob`` is no bytes object, not a whole number of hashes, or too many.
+    """
+    if type(blob) is not bytes:
+        wrong("hashes must travel as bytes")
+    number, rest = divmod(len(blob), HASH_BYTES)
+    if rest or number > MAX_HASHES:
+        wrong(f"hashes must be at most {MAX_HASHES} times {HASH_BYTES} bytes, not {len(blob)}")
+    if number <= _MAX_CACHED_SPLIT:
+        return _splitter(number).unpack(blob)
+    return [blob[at : at + HASH_BYTES] for at in range(0, len(blob), HASH_BYTES)]
+
+
+def one_hash(value: object, what: str) -> bytes:
+    """Return ``value`` if it is a hash."""
+    if type(value) is not bytes or len(value) != HASH_BYTES:
+        wrong(f"{what} must be {HASH_BYTES} bytes long")
+    return value

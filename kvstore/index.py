@@ -1,0 +1,414 @@
+"""Which blocks a node holds, where, and which must stay: the truth that everything else asks.
+
+Pure and synchronous: no I/O, no clock, no locks. Rules that hold between any two calls:
+
+* A committed block's parent is committed. Dropping a block drops all that follow it.
+* A block is reserved (being written, not served), committed, or gone. `Entry`s are handed out, and
+  one that is gone says so for as long as anybody has it.
+* The index never frees an extent. Whoever drops or displaces gets to know the entry and frees its
+  extents, at once if it has no pins, else when `unpin` says that the last one is off.
+
+Only DRAM residents are ordered by a policy. SSD space comes back by the region, and which residents
+of a region are worth writing anew is answered by `Entry.worth_keeping_on_ssd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Final, Literal
+
+from kvstore.entry import COMMITTED, GONE, IN_DRAM, IN_SSD, TIER_CODES, USED, Entry, ShardIndex
+from kvstore.errors import ParentAbsent
+from kvstore.identity import ROOT_PARENT
+from tiers.links import ASIDE, HELD
+from tiers.policy import Policy
+
+TierName = Literal["dram", "ssd"]
+
+_STATE_OF: Final = attrgetter("state")
+_NOTHING: Final = Entry(ShardIndex(b"", 0, 0), b"", None, 0.0)
+
+
+class AlreadyPresent(Exception):
+    """A reservation for a block that is held, or being written by somebody else."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(f"{entry!r} is already here")
+        self.entry = entry
+
+
+class Index:
+    """All blocks of a node. Not thread-safe: it belongs to the thread of the event loop.
+
+    Args:
+        policy: the order in which DRAM gives up its blocks.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._shards: dict[tuple[bytes, int], ShardIndex] = {}
+        self._owned: dict[object, dict[Entry, None]] = {}
+        self._owners: dict[Entry, object] = {}
+
+    # Shards
+
+    def shard(self, namespace: bytes, number: int, block_bytes: int) -> ShardIndex:
+        """The shard of that namespace (fingerprint) and rank, made when first asked for."""
+        shard = self._shards.get((namespace, number))
+        if shard is None:
+            shard = ShardIndex(namespace, number, block_bytes)
+            self._shards[namespace, number] = shard
+        return shard
+
+    @property
+    def shards(self) -> list[ShardIndex]:
+        """All shards, in the order in which they came."""
+        return list(self._shards.values())
+
+    def find(self, hash: bytes) -> list[Entry]:
+        """The committed blocks of that hash, in whatever namespace and shard."""
+        return [
+            entry
+            for shard in self._shards.values()
+            if (entry := shard.committed.get(hash)) is not None
+        ]
+
+    def __len__(self) -> int:
+        """Committed blocks."""
+        return sum(len(shard.committed) for shard in self._shards.values())
+
+    # Looking up
+
+    def match(self, shards: Sequence[ShardIndex], hashes: Sequence[bytes]) -> bytes:
+        """How far the prefix `hashes` is held in every one of `shards`.
+
+        Returns:
+            One tier code for each block held, up to the first that some shard lacks: 1 hbm, 2 dram,
+            3 ssd, the slowest over the shards.
+        """
+        if len(shards) == 1:
+            return _prefix_codes(shards[0], hashes)
+        codes = []
+        for shard in shards:
+            codes.append(_prefix_codes(shard, hashes))
+            hashes = hashes[: len(codes[-1])]
+        return bytes(map(max, *codes)) if codes else b""
+
+    def exists(self, shards: Sequence[ShardIndex], hashes: Sequence[bytes]) -> bytes:
+        """The tier code of each block on its own: 0 where some shard lacks it."""
+        codes = [_codes(shard, hashes) for shard in shards]
+        if len(codes) == 1:
+            return codes[0]
+        return bytes(max(block) if all(block) else 0 for block in zip(*codes, strict=True))
+
+    def lookup(self, shard: ShardIndex, hashes: Iterable[bytes]) -> list[Entry | None]:
+        """The committed entry of each hash, or None."""
+        return list(map(shard.committed.get, hashes))
+
+    # Coming
+
+    def reserve(
+        self, shard: ShardIndex, hash: bytes, parent_hash: bytes, now: float, owner: object = None
+    ) -> Entry:
+        """Announce a block that is about to be written. It isn't served before `commit`.
+
+        Args:
+            shard: where it belongs.
+            hash: its prefix hash.
+            parent_hash: hash of the block before it, which is held or reserved; `ROOT_PARENT` for
+                the first of a prompt.
+            now: seconds on the caller's clock.
+            owner: who writes it; see `abort_all`.
+
+        Raises:
+            ParentAbsent: no block has the hash `parent_hash`.
+            AlreadyPresent: the block is held or reserved.
+        """
+        present = shard.get(hash)
+        if present is not None:
+            raise AlreadyPresent(present)
+        parent = None
+        if parent_hash != ROOT_PARENT:
+            parent = shard.get(parent_hash)
+            if parent is None:
+                raise ParentAbsent(f"no block {parent_hash.hex()} to follow")
+        entry = Entry(shard, hash, parent, now)
+        if parent is not None:
+            _adopt(parent, entry)
+        shard.reserved[hash] = entry
+        self._owners[entry] = owner
+        self._owned.setdefault(owner, {})[entry] = None
+        return entry
+
+    def commit(self, entries: Sequence[Entry], now: float) -> None:
+        """Let reserved blocks be served. Given from root to leaf, each with an extent.
+
+        Raises:
+            ParentAbsent: a parent isn't committed. The entries before that one are.
+            ValueError: an entry isn't reserved, or has no extent.
+        """
+        done = 0
+        try:
+            for entry in entries:
+                self._commit_one(entry, now)
+                done += 1
+        finally:
+            for entry in reversed(entries[:done]):
+                if entry.state & IN_DRAM:
+                    self.policy.insert(entry)
+
+    def _commit_one(self, entry: Entry, now: float) -> None:
+        if not entry.reserved or not entry.state & (IN_DRAM | IN_SSD):
+            raise ValueError(f"{entry!r} is not a reserved block with an extent")
+        parent = entry.parent
+        if parent is not None and not parent.state & COMMITTED:
+            raise ParentAbsent(f"block {parent.hash.hex()} is not committed")
+        shard = entry.shard
+        del shard.reserved[entry.hash]
+        shard.committed[entry.hash] = entry
+        entry.state |= COMMITTED
+        entry.last_use = now
+        self._disown(entry)
+
+    def abort(self, entry: Entry) -> list[Entry]:
+        """Take a reservation back, and those of the blocks that were to follow it.
+
+        Returns:
+            What `drop` returns.
+
+        Raises:
+            ValueError: the entry isn't reserved.
+        """
+        if not entry.reserved:
+            raise ValueError(f"{entry!r} is not reserved")
+        return self.drop(entry)
+
+    def reservations(self, owner: object) -> list[Entry]:
+        """What `owner` has reserved and not yet committed, oldest first."""
+        return list(self._owned.get(owner, ()))
+
+    def owner(self, entry: Entry) -> object:
+        """Who writes a reserved entry; None if nobody in particular, or if it isn't reserved."""
+        return self._owners.get(entry)
+
+    def abort_all(self, owner: object) -> list[Entry]:
+        """Take back all that `owner` has reserved: its session has ended.
+
+        Returns:
+            What `drop` returns, for all of them.
+        """
+        gone: list[Entry] = []
+        for entry in self.reservations(owner):
+            if entry.reserved:
+                gone += self.drop(entry)
+        return gone
+
+    def _disown(self, entry: Entry) -> None:
+        owner = self._owners.pop(entry)
+        owned = self._owned[owner]
+        del owned[entry]
+        if not owned:
+            del self._owned[owner]
+
+    # Being somewhere
+
+    def place(self, entry: Entry, tier: TierName, extent: int) -> None:
+        """Note that a reserved or committed block has an extent in `tier`.
+
+        Raises:
+            ValueError: it has one there already, or is gone.
+        """
+        bit = _BITS[tier]
+        if entry.state & (bit | GONE):
+            raise ValueError(f"{entry!r} can't be placed in {tier}")
+        if tier == "dram":
+            entry.dram = extent
+            entry.shard.in_dram += 1
+            entry.state |= IN_DRAM
+            if entry.state & COMMITTED:
+                self.policy.insert(entry)
+            return
+        entry.ssd = extent
+        entry.shard.in_ssd += 1
+        entry.state = (entry.state | IN_SSD) & ~USED
+        if entry.queue & HELD:
+            self.policy.release(entry)
+
+    def displace(self, entry: Entry, tier: TierName, *, evicted: bool = True) -> int:
+        """Note that a block has left `tier`.
+
+        A committed block left without any extent must be dropped, or placed elsewhere, before the
+        event loop goes on; until then it counts as absent.
+
+        Args:
+            entry: the block.
+            tier: where it was.
+            evicted: it made room for others (as opposed to a medium that was lost or taken away).
+
+        Returns:
+            The extent it had, the caller's to free.
+
+        Raises:
+            ValueError: it has no extent there.
+        """
+        if not entry.state & _BITS[tier]:
+            raise ValueError(f"{entry!r} is not in {tier}")
+        entry.state &= ~_BITS[tier]
+        if tier == "dram":
+            extent, entry.dram = entry.dram, None
+            entry.shard.in_dram -= 1
+            if entry.queue:
+                self.policy.remove(entry, evicted=evicted)
+        else:
+            extent, entry.ssd = entry.ssd, None
+            entry.shard.in_ssd -= 1
+        assert extent is not None
+        return extent
+
+    def relocate(self, entry: Entry, tier: TierName, extent: int) -> int:
+        """Note that a block has moved within `tier`. Its place in the order stays.
+
+        Returns:
+            The extent it had, the caller's to free.
+
+        Raises:
+            ValueError: it has no extent there.
+        """
+        if not entry.state & _BITS[tier]:
+            raise ValueError(f"{entry!r} is not in {tier}")
+        if tier == "dram":
+            old, entry.dram = entry.dram, extent
+        else:
+            old, entry.ssd = entry.ssd, extent
+            entry.state &= ~USED
+        assert old is not None
+        return old
+
+    # Being used
+
+    def touch(self, entries: Sequence[Entry], now: float) -> None:
+        """Note a use of `entries`, given from root to leaf; the policy sees them leaf first."""
+        for entry in entries:
+            entry.last_use = now
+            entry.state |= USED
+        self.policy.touch(reversed(entries))
+
+    def pin(self, entries: Iterable[Entry]) -> None:
+        """Keep the extents of `entries` from being reused, until as many calls of `unpin`."""
+        for entry in entries:
+            entry.pins += 1
+
+    def unpin(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Take one pin off each entry.
+
+        Returns:
+            Those that were dropped while pinned and have no pin left: their extents are the
+            caller's to free now.
+        """
+        free: list[Entry] = []
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins:
+                if entry.queue & ASIDE:
+                    self.policy.release(entry)
+                elif entry.state & GONE:
+                    free.append(entry)
+        return free
+
+    # Going
+
+    def victims(self, tier: Literal["dram"] = "dram", *, parents: bool = False) -> Iterator[Entry]:
+        """Entries to take out of DRAM, next to go first.
+
+        Skips what is pinned. Skips parents whose only copy is here, unless `parents`: these can't
+        go without all that follows them. What is skipped is set aside until its last pin or child
+        goes, so a scan costs no more than the entries it yields plus those newly set aside.
+
+        The caller may do anything between two steps. What it leaves as it is isn't offered again
+        by this scan.
+        """
+        policy = self.policy
+        for item in policy.victims(held=parents):
+            assert isinstance(item, Entry)
+            if item.pins:
+                policy.park(item)
+            elif not parents and item.first_child is not None and not item.state & IN_SSD:
+                policy.hold(item)
+            else:
+                yield item
+
+    def drop(self, entry: Entry, *, evicted: bool = True) -> list[Entry]:
+        """Remove an entry and all its descendants, reserved ones included.
+
+        Args:
+            entry: the first to go.
+            evicted: they made room for others (as opposed to being withdrawn or lost).
+
+        Returns:
+            All entries removed, each child before its parent. They keep `dram`, `ssd` and `parent`.
+            The caller frees the extents of those without pins, and those of the others when `unpin`
+            returns them.
+
+        Raises:
+            ValueError: the entry is gone already.
+        """
+        if entry.state & GONE:
+            raise ValueError(f"{entry!r} is gone already")
+        parent = entry.parent
+        if parent is not None:
+            _disown_child(parent, entry)
+            if parent.first_child is None and parent.queue & HELD:
+                self.policy.release(parent)
+        gone = entry.subtree()
+        gone.reverse()
+        for one in gone:
+            self._remove(one, evicted)
+        return gone
+
+    def _remove(self, entry: Entry, evicted: bool) -> None:
+        shard = entry.shard
+        if entry.queue:
+            self.policy.remove(entry, evicted=evicted)
+        if entry.state & COMMITTED:
+            del shard.committed[entry.hash]
+        else:
+            del shard.reserved[entry.hash]
+            self._disown(entry)
+        shard.in_dram -= bool(entry.state & IN_DRAM)
+        shard.in_ssd -= bool(entry.state & IN_SSD)
+        entry.state = (entry.state & ~COMMITTED) | GONE
+        entry.first_child = entry.next_sibling = entry.previous_sibling = None
+
+
+_BITS: Final[dict[TierName, int]] = {"dram": IN_DRAM, "ssd": IN_SSD}
+
+
+def _codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
+    entries = map(shard.committed.get, hashes, repeat(_NOTHING))
+    return bytes(map(_STATE_OF, entries)).translate(TIER_CODES)
+
+
+def _prefix_codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
+    codes = _codes(shard, hashes)
+    end = codes.find(0)
+    return codes if end < 0 else codes[:end]
+
+
+def _adopt(parent: Entry, child: Entry) -> None:
+    eldest = parent.first_child
+    if eldest is not None:
+        child.next_sibling = eldest
+        eldest.previous_sibling = child
+    parent.first_child = child
+
+
+def _disown_child(parent: Entry, child: Entry) -> None:
+    before, after = child.previous_sibling, child.next_sibling
+    if before is None:
+        parent.first_child = after
+    else:
+        before.next_sibling = after
+    if after is not None:
+        after.previous_sibling = before

@@ -148,11 +148,11 @@ class GetAnswer:
 
     lease: int
     tiers: bytes
-    locations: list[int] | None = None
+    locations: Sequence[int] | None = None
 
     def values(self) -> list[object]:
         """Return the values in the order in which they travel."""
-        return [self.lease, self.tiers, self.locations]
+        return [self.lease, self.tiers, fields.pack_locations(self.locations)]
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> GetAnswer:
@@ -162,7 +162,7 @@ class GetAnswer:
         return cls(
             fields.integer(lease, 0, fields.MAX_U64, "lease"),
             fields.codes(tiers, _TIERS, fields.MAX_HASHES, "tiers"),
-            fields.locations(locations, "locations"),
+            fields.unpack_locations(locations, "locations"),
         )
 
 
@@ -179,11 +179,11 @@ class ReserveAnswer:
 
     reservation: int
     verdicts: bytes
-    locations: list[int] | None = None
+    locations: Sequence[int] | None = None
 
     def values(self) -> list[object]:
         """Return the values in the order in which they travel."""
-        return [self.reservation, self.verdicts, self.locations]
+        return [self.reservation, self.verdicts, fields.pack_locations(self.locations)]
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> ReserveAnswer:
@@ -193,7 +193,7 @@ class ReserveAnswer:
         return cls(
             fields.integer(reservation, 0, fields.MAX_U64, "reservation"),
             fields.codes(verdicts, _VERDICTS, fields.MAX_HASHES, "verdicts"),
-            fields.locations(locations, "locations"),
+            fields.unpack_locations(locations, "locations"),
         )
 
 

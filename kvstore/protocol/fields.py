@@ -26,11 +26,12 @@ __all__ = [
     "integer",
     "integers",
     "join_hashes",
-    "locations",
     "mapping",
     "one_hash",
+    "pack_locations",
     "split_hashes",
     "text",
+    "unpack_locations",
     "wrong",
 ]
 
@@ -91,11 +92,30 @@ def integers(value: object, high: int, most: int, what: str) -> list[int]:
     return value
 
 
-def locations(value: object, what: str) -> list[int] | None:
-    """Return ``value`` if it is ``None`` or what a transport says about places."""
-    if value is None:
+def pack_locations(locations: Sequence[int] | None) -> bytes | None:
+    """Return the blob of u64 in which what a transport says about places travels.
+
+    Raises:
+        InvalidRequest: there are too many, or one does not fit 64 bits.
+    """
+    if locations is None:
         return None
-    return integers(value, MAX_U64, MAX_HASHES, what)
+    number = len(locations)
+    if number > MAX_HASHES:
+        wrong(f"at most {MAX_HASHES} locations a message, not {number}")
+    try:
+        return _u64s(number).pack(*locations)
+    except struct.error:
+        wrong("every location must be an integer of 64 bits")
+
+
+def unpack_locations(blob: object, what: str) -> Sequence[int] | None:
+    """Return what a transport says about places, from the blob in which it travelled."""
+    if blob is None:
+        return None
+    if type(blob) is not bytes or len(blob) % 8 or len(blob) > 8 * MAX_HASHES:
+        wrong(f"{what} must be bytes, 8 for each of at most {MAX_HASHES}")
+    return _u64s(len(blob) // 8).unpack(blob)
 
 
 def mapping(value: object, what: str) -> dict[str, object]:
@@ -121,6 +141,11 @@ _MAX_CACHED_SPLIT: Final = 4_096
 @lru_cache(maxsize=64)
 def _splitter(number: int) -> struct.Struct:
     return struct.Struct("32s" * number)
+
+
+@lru_cache(maxsize=256)
+def _u64s(number: int) -> struct.Struct:
+    return struct.Struct(f"<{number}Q")
 
 
 def join_hashes(hashes: Sequence[bytes]) -> bytes:

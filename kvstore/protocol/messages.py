@@ -6,8 +6,8 @@ id 0 is never answered: a request carries it only where it is one-way (``RELEASE
 only where it speaks of the whole connection (an error, after which the sender closes).
 
 Hashes travel as one blob of 32 bytes each. Tiers travel as one byte per block: 0 absent, 1 hbm,
-2 dram, 3 ssd. Locations, destinations and sources are flat lists of integers that only the
-transport in use understands: here they are bounded and nothing more.
+2 dram, 3 ssd. Locations, destinations and sources are sequences of 64-bit integers that only the
+transport in use understands; they travel as one blob of 8 bytes each.
 
 All that a peer sent is checked before anything acts on it, by :func:`parse_request_id` (its
 failure is a :class:`ProtocolError`: there is nobody to answer), :func:`parse_request` (an

@@ -206,7 +206,7 @@ class Get:
     offset: int = 0
     length: int = 0
     wait: bool = False
-    destinations: list[int] | None = None
+    destinations: Sequence[int] | None = None
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
@@ -215,7 +215,7 @@ class Get:
             self.offset,
             self.length,
             self.wait,
-            self.destinations,
+            fields.pack_locations(self.destinations),
         ]
 
     @classmethod
@@ -228,7 +228,7 @@ class Get:
             fields.integer(offset, 0, fields.MAX_BYTES, "offset"),
             fields.integer(length, 0, fields.MAX_BYTES, "length"),
             fields.flag(wait, "wait"),
-            fields.locations(destinations, "destinations"),
+            fields.unpack_locations(destinations, "destinations"),
         )
 
     def read(self, values: Sequence[object]) -> GetAnswer:
@@ -317,7 +317,7 @@ class Write:
     length: int = 0
     commit: bool = True
     checksums: list[int] | None = None
-    sources: list[int] | None = None
+    sources: Sequence[int] | None = None
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
@@ -328,7 +328,7 @@ class Write:
             self.length,
             self.commit,
             self.checksums,
-            self.sources,
+            fields.pack_locations(self.sources),
         ]
 
     @classmethod
@@ -349,7 +349,7 @@ class Write:
             fields.integer(length, 0, fields.MAX_BYTES, "length"),
             fields.flag(commit, "commit"),
             checksums,
-            fields.locations(sources, "sources"),
+            fields.unpack_locations(sources, "sources"),
         )
 
     def read(self, values: Sequence[object]) -> WriteAnswer:

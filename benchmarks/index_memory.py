@@ -16,9 +16,10 @@ from pathlib import Path
 from benchmarks.measure import Row, Settings
 from kvstore.identity import ROOT_PARENT
 from kvstore.index import Index
+from tiers.policies import make_policy
 
 BLOCKS = 1_000_000
-CHAIN = 500
+CHAIN = 32
 BUDGET = 400.0
 
 
@@ -48,16 +49,18 @@ def _resident() -> int:
 
 
 def _build(blocks: int) -> Index:
-    index = Index()
-    shard = index.shard(bytes(32), 0)
+    index = Index(make_policy("lru", blocks))
+    shard = index.shard(bytes(32), 0, 1 << 20)
     for start in range(0, blocks, CHAIN):
+        # As in a node: what arrives in one request has one time.
+        reserved, committed = float(start), float(start + 1)
         parent = ROOT_PARENT
         for number in range(start, min(start + CHAIN, blocks)):
             name = os.urandom(32)
-            entry = index.reserve(shard, name, parent, float(number))
-            index.place(entry, "dram", (number << 20) + (1 << 44))
-            index.commit(entry, float(number))
-            index.place(entry, "ssd", (number << 20) + (1 << 45))
+            entry = index.reserve(shard, name, parent, reserved)
+            index.place(entry, "dram", number >> 10 << 44 | (number & 1023) << 20)
+            index.commit([entry], committed)
+            index.place(entry, "ssd", number << 20 | 4096)
             parent = name
     return index
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 Sample = Callable[[], float]
 """One turn: does the work a number of times and returns its figure (seconds, bytes/s or bytes)."""
 
+Argument = TypeVar("Argument")
 Sense = Literal["at least", "under"]
 
 
@@ -105,7 +106,7 @@ def median_time(call: Callable[[], object], calls: int) -> float:
 
 
 def median_time_of(
-    prepare: Callable[[], object], call: Callable[[object], object], calls: int
+    prepare: Callable[[], Argument], call: Callable[[Argument], object], calls: int
 ) -> float:
     """Median seconds of ``call(prepare())``, where preparing is not counted."""
     clock = time.perf_counter

@@ -14,7 +14,7 @@ from benchmarks.peer import COMMAND, connected, receive_exactly
 @contextmanager
 def raw_stream(blocks: Blocks, calls: int) -> Iterator[tuple[Sample, Sample]]:
     """Samples of bytes a second over one TCP connection: into ``blocks``, and out of them."""
-    views = [memoryview(block).cast("B") for block in blocks]
+    views = [block.data.cast("B") for block in blocks]
     total = sum(len(view) for view in views)
     with connected("stream", "tcp") as connection:
         yield (

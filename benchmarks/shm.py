@@ -1,0 +1,109 @@
+"""The same host's transport: pinned views against a ping-pong, copies against memcpy."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.chains import chain, session, store
+from benchmarks.measure import Row, Sample, Settings, alternate, median_time, median_time_of
+from benchmarks.memory import Blocks, blocks, memcpy
+from benchmarks.node import Node, node
+from benchmarks.pingpong import ping_pong
+
+if TYPE_CHECKING:
+    from client.blocking import Client
+
+BATCH: Final = 32
+MIB: Final = 1 << 20
+CAPACITY: Final = "4GiB"
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """The rows of shared memory."""
+    with tempfile.TemporaryDirectory(prefix="kvb-") as name:
+        directory = Path(name)
+        with node(directory, dram__capacity=CAPACITY) as daemon:
+            yield _views(settings, directory, daemon)
+            for size in (MIB, 4 * MIB):
+                yield from _copies(settings, daemon, size)
+
+
+def _views(settings: Settings, directory: Path, daemon: Node) -> Row:
+    with session(daemon.unix, MIB, "shm") as client, ping_pong(settings, directory) as ping:
+        names = chain(BATCH)
+        store(client, names, blocks(BATCH, MIB))
+        calls = settings.calls(1000)
+        rounds = alternate(settings, lambda: median_time(lambda: _view(client, names), calls), ping)
+    return Row(
+        "shm-view",
+        f"shm get as pinned views, {BATCH} x 1 MiB in one call, p50",
+        "64-byte ping-pong, Unix socket, p50",
+        "s",
+        "under",
+        10.0,
+        rounds,
+        "the call and giving the pins back",
+    )
+
+
+def _view(client: Client, names: list[bytes]) -> None:
+    with client.view(names) as views:
+        if len(views) != len(names) or views[-1] is None:
+            raise RuntimeError("a block that was stored is not there")
+
+
+def _copies(settings: Settings, daemon: Node, size: int) -> Iterator[Row]:
+    total = BATCH * size
+    sources, destinations = blocks(BATCH, size), blocks(BATCH, size)
+    calls = settings.calls(40 * MIB // size)
+    limit = memcpy(destinations, sources, calls)
+    with session(daemon.unix, size, "shm") as client:
+        _warm(client, sources, total)
+        names = chain(BATCH)
+        store(client, names, sources)
+        what = f"{size // MIB} MiB blocks, {BATCH} a call"
+
+        def get() -> float:
+            def once() -> None:
+                if client.get(names, destinations).found != BATCH:
+                    raise RuntimeError("a block that was stored is not there")
+
+            return total / median_time(once, calls)
+
+        rounds = alternate(settings, get, limit)
+        yield Row(
+            f"shm-get-{size // MIB}M",
+            f"shm get into a private buffer, {what}",
+            "memcpy (numpy), one thread",
+            "B/s",
+            "at least",
+            0.9,
+            rounds,
+        )
+        rounds = alternate(settings, _put(client, sources, total, calls), limit)
+        yield Row(
+            f"shm-put-{size // MIB}M",
+            f"shm put from a private buffer, {what}",
+            "memcpy (numpy), one thread",
+            "B/s",
+            "at least",
+            0.8,
+            rounds,
+            "into a full node: every put makes others leave",
+        )
+
+
+def _put(client: Client, sources: Blocks, total: int, calls: int) -> Sample:
+    return lambda: (
+        total
+        / median_time_of(lambda: chain(BATCH), lambda names: store(client, names, sources), calls)
+    )
+
+
+def _warm(client: Client, sources: Blocks, total: int) -> None:
+    """Fill the node once, so that no later put meets a page for the first time."""
+    for _ in range(2 * (4 << 30) // total):
+        store(client, chain(BATCH), sources)

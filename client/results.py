@@ -1,0 +1,169 @@
+"""What the clients answer: values, never exceptions, where a node has less than was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.protocol.messages import ABSENT, DRAM, HBM, SSD
+
+TIER_NAMES: Final = {ABSENT: "absent", HBM: "hbm", DRAM: "dram", SSD: "ssd"}
+"""Names of the tier codes that travel."""
+
+STORED: Final = 0
+HELD: Final = 1
+BUSY: Final = 2
+REFUSED: Final = 3
+FAILED: Final = 4
+
+_OUTCOMES: Final = ("stored", "held", "busy", "refused", "failed")
+
+
+def tier_counts(codes: bytes) -> dict[str, int]:
+    """How many blocks lie in each tier, for the tiers that hold any."""
+    counts = ((name, codes.count(code)) for code, name in TIER_NAMES.items() if code != ABSENT)
+    return {name: count for name, count in counts if count}
+
+
+def leading_hits(codes: bytes) -> int:
+    """How many blocks were found before the first miss."""
+    first_miss = codes.find(ABSENT)
+    return len(codes) if first_miss < 0 else first_miss
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How far a prefix reaches.
+
+    Attributes:
+        codes: the tier code of each block held, from the first on, without a gap.
+        failure: why nothing is known, as the code of an error; ``None`` where the node answered.
+    """
+
+    codes: bytes
+    failure: str | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks held."""
+        return len(self.codes)
+
+    @property
+    def tiers(self) -> list[str]:
+        """The name of the tier of each block held."""
+        return [TIER_NAMES[code] for code in self.codes]
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """Which of the blocks asked for were found.
+
+    Attributes:
+        codes: the tier code that each block came from, 0 for a miss.
+        failure: why all of them are misses, as the code of an error; ``None`` where the node
+            answered.
+    """
+
+    codes: bytes
+    failure: str | None = None
+
+    @property
+    def hits(self) -> list[bool]:
+        """Whether each block was found."""
+        return [code != ABSENT for code in self.codes]
+
+    @property
+    def found(self) -> int:
+        """Number of blocks found."""
+        return len(self.codes) - self.codes.count(ABSENT)
+
+    @property
+    def prefix(self) -> int:
+        """Number of blocks found before the first miss."""
+        return leading_hits(self.codes)
+
+    @property
+    def tiers(self) -> list[str]:
+        """The name of the tier that each block came from, ``absent`` for a miss."""
+        return [TIER_NAMES[code] for code in self.codes]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of the blocks that were to be stored.
+
+    Attributes:
+        codes: for each block ``STORED`` (by this call), ``HELD`` (already), ``BUSY`` (another
+            session writes it), ``REFUSED`` (no room) or ``FAILED`` (the node did not confirm it).
+        failure: why some failed, as the code of an error; ``None`` where the node answered.
+    """
+
+    codes: bytes
+    failure: str | None = None
+
+    @property
+    def stored(self) -> int:
+        """Number of blocks stored by this call."""
+        return self.codes.count(STORED)
+
+    @property
+    def held(self) -> int:
+        """Number of blocks that the node held already."""
+        return self.codes.count(HELD)
+
+    @property
+    def busy(self) -> int:
+        """Number of blocks that another session is writing."""
+        return self.codes.count(BUSY)
+
+    @property
+    def refused(self) -> int:
+        """Number of blocks that found no room, themselves or before them in the chain."""
+        return self.codes.count(REFUSED)
+
+    @property
+    def failed(self) -> int:
+        """Number of blocks that the node did not confirm before the deadline."""
+        return self.codes.count(FAILED)
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The outcome of each block by its name."""
+        return [_OUTCOMES[code] for code in self.codes]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """What a client has done since it was made.
+
+    Attributes:
+        url: where the node is.
+        connected: whether a session is open now.
+        transport: how payload moves, ``""`` before the first session.
+        node: name of the node, ``""`` before the first session.
+        incarnation: which start of the node answered last.
+        calls: calls made.
+        hits: blocks found by gets and views.
+        misses: blocks asked for by gets and views and not found, for whatever reason.
+        stored: blocks stored.
+        bytes_read: payload bytes received or viewed.
+        bytes_written: payload bytes stored.
+        timeouts: calls that reached their deadline.
+        failures: calls that ended without an answer for another reason.
+        connects: sessions opened.
+    """
+
+    url: str
+    connected: bool
+    transport: str
+    node: str
+    incarnation: str
+    calls: int
+    hits: int
+    misses: int
+    stored: int
+    bytes_read: int
+    bytes_written: int
+    timeouts: int
+    failures: int
+    connects: int

@@ -21,7 +21,7 @@ up; its medium failed; not there within the deadline."""
 PutOutcome = Literal["stored", "held", "busy", "refused", "aborted"]
 
 LATENCY_BUCKETS: Final = tuple(
-    base * scale for scale in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) for base in (1.0, 2.0, 5.0)
+    float(f"{base}e{exponent}") for exponent in range(-6, 1) for base in (1, 2, 5)
 )
 """Upper bounds in seconds, from a microsecond to five seconds, three a decade."""
 

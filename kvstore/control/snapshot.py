@@ -1,6 +1,6 @@
 """From the node's counters to the ``Snapshot`` that ``top`` shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.control.interface import Latency, Snapshot, TierReport
 from kvstore.metrics import Histogram, Metrics
@@ -14,8 +14,8 @@ def take(metrics: Metrics, clock: float, tiers: Sequence[TierReport]) -> Snapsho
         hits=dict(metrics.hits),
         misses={str(reason): count for reason, count in metrics.misses.items()},
         puts={str(outcome): count for outcome, count in metrics.puts.items()},
-        moved_bytes=_joined(metrics.moved_bytes),
-        evictions=_joined(metrics.evictions),
+        moved_bytes=_joined(metrics.moved_bytes.items()),
+        evictions=_joined(metrics.evictions.items()),
         demotions=sum(metrics.demotions.values()),
         promotions=sum(metrics.promotions.values()),
         sessions=metrics.sessions,
@@ -26,8 +26,8 @@ def take(metrics: Metrics, clock: float, tiers: Sequence[TierReport]) -> Snapsho
     )
 
 
-def _joined(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    return {" ".join(labels): count for labels, count in counts.items()}
+def _joined(counts: Iterable[tuple[tuple[str, str], int]]) -> dict[str, int]:
+    return {" ".join(labels): count for labels, count in counts}
 
 
 def _latency(histogram: Histogram) -> Latency:

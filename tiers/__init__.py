@@ -1,5 +1,6 @@
 """Media and policy: the DRAM and SSD tiers, eviction and admission."""
 
+from tiers.dram import DramTier
 from tiers.errors import (
     BadExtent,
     CorruptBlock,
@@ -9,14 +10,20 @@ from tiers.errors import (
     TierError,
     TierFull,
 )
+from tiers.occupancy import DramStatistics
+from tiers.segment import HugePages, Segment
 from tiers.tier import Extent, Record, Tier, TierStatistics
 
 __all__ = [
     "BadExtent",
     "CorruptBlock",
+    "DramStatistics",
+    "DramTier",
     "Extent",
+    "HugePages",
     "MediumFailed",
     "Record",
+    "Segment",
     "StateLocked",
     "Tier",
     "TierConfigError",

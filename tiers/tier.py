@@ -87,9 +87,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def store(
-        self, record: Record, data: Buffer, tag: object, *, owner: str = ""
-    ) -> Extent | None:
+    def store(self, record: Record, data: Buffer, tag: object, *, owner: str = "") -> Extent | None:
         """Store a block.
 
         Args:

@@ -1,0 +1,108 @@
+"""The memory behind the DRAM tier: its segments, by number."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tiers.errors import BadExtent, TierError
+from tiers.prefault import Prefaulter
+from tiers.segment import HugePages, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger(__name__)
+
+
+class Arena:
+    """The segments in use. Implements :class:`tiers.slab.SegmentSource`; the caller has the lock.
+
+    Args:
+        huge_pages: see :class:`tiers.dram.DramTier`.
+        prefault: touch new segments in the background.
+    """
+
+    def __init__(self, huge_pages: HugePages, *, prefault: bool) -> None:
+        self._huge_pages: HugePages = huge_pages
+        self._prefaulter = Prefaulter() if prefault else None
+        self._segments: dict[int, Segment] = {}
+        self.views: dict[int, memoryview] = {}
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments.values())
+
+    def __getitem__(self, number: int) -> Segment:
+        """A segment by number.
+
+        Raises:
+            BadExtent: no such segment.
+        """
+        segment = self._segments.get(number)
+        if segment is None:
+            raise BadExtent(f"no segment {number}")
+        return segment
+
+    @property
+    def populated(self) -> int:
+        """Bytes touched ahead of use."""
+        return 0 if self._prefaulter is None else self._prefaulter.populated
+
+    @property
+    def populating(self) -> int:
+        """Bytes still to be touched ahead of use."""
+        return 0 if self._prefaulter is None else self._prefaulter.remaining
+
+    def create(self, number: int, size: int) -> None:
+        """See :meth:`tiers.slab.SegmentSource.create`."""
+        self._install(Segment(number, size, self._huge_pages))
+
+    def claim(self, number: int, owner: str) -> None:
+        """See :meth:`tiers.slab.SegmentSource.claim`."""
+        self._segments[number].owner = owner
+
+    def replace(self, old: int, new: int, owner: str) -> bool:
+        """See :meth:`tiers.slab.SegmentSource.replace`.
+
+        The old pages go first: reserved huge pages may be all taken, and memory must not be held
+        twice.
+        """
+        size = self._segments[old].size
+        self.drop(old)
+        try:
+            self._install(Segment(new, size, self._huge_pages, owner))
+        except TierError as error:
+            _log.error("capacity falls by %d bytes: %s", size, error)
+            return False
+        return True
+
+    def drop(self, number: int) -> None:
+        """See :meth:`tiers.slab.SegmentSource.drop`."""
+        segment = self._segments.pop(number)
+        del self.views[number]
+        self.size -= segment.size
+        if self._prefaulter is not None:
+            self._prefaulter.remove(segment)
+        segment.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all memory is touched; False where ``timeout`` seconds pass first."""
+        return self._prefaulter is None or self._prefaulter.wait(timeout)
+
+    def close(self) -> None:
+        """Give everything back; no thread is left."""
+        if self._prefaulter is not None:
+            self._prefaulter.close()
+        for number in list(self._segments):
+            self.drop(number)
+
+    def _install(self, segment: Segment) -> None:
+        self._segments[segment.number] = segment
+        self.views[segment.number] = segment.view
+        self.size += segment.size
+        if self._prefaulter is not None:
+            self._prefaulter.add(segment)

@@ -2,7 +2,7 @@
 #
 #   make demo        a real engine reuses KV across requests, processes and a daemon restart
 #   make test        the whole test suite
-#   make lint types contracts proto-check      what CI checks besides
+#   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
 #   make format proto                          rewrite files in place
 
@@ -13,7 +13,7 @@ export VENV
 PYTHON_ := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint format types contracts proto proto-check bench clean
+.PHONY: help setup demo test lint format types contracts proto proto-check wheel-check bench clean
 
 help:
 	@sed -n '3,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ proto: $(READY)
 
 proto-check: $(READY)
 	scripts/proto --check
+
+wheel-check: $(READY)
+	scripts/check-wheel
 
 bench: $(READY)
 	@command -v fio >/dev/null || { [ "$$(id -u)" -eq 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends fio; } || echo "bench: no fio: the SSD row will say so"

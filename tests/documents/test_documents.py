@@ -1,0 +1,60 @@
+"""What the documents tell people to do exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+
+
+def _fenced(document: Path, *languages: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(document.read_text()) if kind in languages]
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    links = LINK.findall(document.read_text())
+    missing = [
+        link for link in links if "://" not in link and not (document.parent / link).exists()
+    ]
+    assert not missing
+
+
+@every_document
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = " ".join([*re.findall(r"`([^`\n]+)`", document.read_text()), *_fenced(document, "sh")])
+    named = re.findall(r"\bmake ([a-z][a-z-]*)", code)
+    assert set(named) <= targets
+
+
+@every_document
+def test_python_examples_are_python(document: Path) -> None:
+    for body in _fenced(document, "python"):
+        ast.parse(body)
+
+
+@every_document
+def test_toml_examples_are_toml(document: Path) -> None:
+    for body in _fenced(document, "toml"):
+        tomllib.loads(body)
+
+
+@every_document
+def test_nobody_is_sent_to_somebody_elses_package(document: Path) -> None:
+    assert not re.search(r"pip install (-\S+ )*kvstore\b", document.read_text())
+
+
+@every_document
+def test_pictures_are_closed(document: Path) -> None:
+    assert document.read_text().count("```") % 2 == 0

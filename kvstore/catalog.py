@@ -43,7 +43,7 @@ class Catalog:
             return
         for description in descriptions:
             try:
-                namespace = Namespace.parse(description)
+                namespace = Namespace.parse(description)  # type: ignore[arg-type]
             except InvalidRequest as error:
                 _log.warning("catalog entry unreadable", path=str(self._path), error=str(error))
                 continue

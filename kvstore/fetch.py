@@ -1,0 +1,146 @@
+"""Getting blocks into DRAM for a client that waits: from SSD, or from a session that writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from crc32c import crc32c
+
+from kvstore.departures import DepartureReason
+from kvstore.entry import Entry, ShardIndex
+from kvstore.metrics import MissReason
+from kvstore.movement import Movement
+from kvstore.node import Node
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a get found.
+
+    Attributes:
+        entries: for each hash the entry, pinned and in DRAM, or None for a miss.
+        tiers: for each hash the code of the tier that it was found in, 0 for a miss.
+        misses: why, for each miss in order.
+    """
+
+    entries: list[Entry | None]
+    tiers: bytes
+    misses: list[MissReason]
+
+
+class Fetch:
+    """Gets blocks of one shard, waiting where that helps.
+
+    Args:
+        node: where the blocks are.
+        movement: brings blocks up from SSD; None where there is no SSD.
+        shard: whose blocks.
+        owner: the tenant, whose segments blocks are brought up to.
+        verify: whether to compare each block with its checksum.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        movement: Movement | None,
+        shard: ShardIndex,
+        owner: str,
+        *,
+        verify: bool,
+    ) -> None:
+        self._node = node
+        self._movement = movement
+        self._shard = shard
+        self._owner = owner
+        self._verify = verify
+
+    async def fetch(self, hashes: Sequence[bytes], *, wait: bool, deadline: float) -> Found:
+        """Find blocks and pin them.
+
+        Args:
+            hashes: the blocks wanted.
+            wait: whether to wait for blocks that are being written.
+            deadline: seconds on the event loop's clock; what has not come by then is a miss.
+        """
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._fetch_one(block, wait)) for block in hashes]
+        try:
+            await asyncio.wait(tasks, timeout=max(deadline - loop.time(), 0.0))
+        finally:
+            for task in tasks:
+                task.cancel()
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                self._unpin_done(tasks)
+        found = Found([], b"", [])
+        tiers = bytearray()
+        for task in tasks:
+            outcome: tuple[Entry, int] | MissReason = "deadline"
+            if task.done() and not task.cancelled():
+                outcome = task.result()
+            if isinstance(outcome, str):
+                found.entries.append(None)
+                tiers.append(0)
+                found.misses.append(outcome)
+            else:
+                found.entries.append(outcome[0])
+                tiers.append(outcome[1])
+        found.tiers = bytes(tiers)
+        return found
+
+    def _unpin_done(self, tasks: Sequence[asyncio.Task[tuple[Entry, int] | MissReason]]) -> None:
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                outcome = task.result()
+                if not isinstance(outcome, str):
+                    self._node.unpin((outcome[0],))
+
+    async def _fetch_one(self, block: bytes, wait: bool) -> tuple[Entry, int] | MissReason:
+        shard = self._shard
+        pending = shard.reserved.get(block)
+        if pending is not None and wait:
+            await self._node.arrival(pending)
+        entry = shard.committed.get(block)
+        if entry is None:
+            return "absent" if pending is None else "pending"
+        origin = entry.tier_code
+        if entry.dram is None:
+            reason = await self._bring_up(entry)
+            if reason is not None:
+                return reason
+        self._node.pin((entry,))
+        if self._verify and not await self._is_sound(entry):
+            self._node.unpin((entry,))
+            return "corrupt"
+        return entry, origin
+
+    async def _bring_up(self, entry: Entry) -> MissReason | None:
+        if self._movement is None:
+            return "absent"
+        reason = await self._movement.promote(self._owner, self._shard.block_bytes, entry)
+        if reason is None and not (self._node.holds(entry) and entry.dram is not None):
+            return "no_space"
+        return reason
+
+    async def _is_sound(self, entry: Entry) -> bool:
+        """Compare a pinned block with its checksum; drop it where they differ."""
+        expected, extent = entry.checksum, entry.dram
+        if expected is None or extent is None:
+            return True
+        try:
+            actual = await asyncio.to_thread(
+                crc32c, self._node.dram.view(extent, self._shard.block_bytes)
+            )
+        except asyncio.CancelledError:
+            self._node.unpin((entry,))
+            raise
+        if actual == expected:
+            return True
+        _log.error("block corrupt", tier="dram", hash=entry.hash.hex())
+        if self._node.holds(entry):
+            self._node.drop(entry, "dram", DepartureReason.CORRUPT)
+        return False

@@ -1,0 +1,411 @@
+"""What moves blocks between the tiers of a node, off the event loop and never in a put's way.
+
+* **Promotion**: a block that only the SSD holds is read into DRAM when a get asks for it. Several
+  gets of one block read it once.
+* **Demotion** runs ahead of demand. Above the high watermark the coldest blocks are copied to the
+  SSD and leave DRAM until the low watermark is reached. A block goes down with those of its prefix
+  that have no copy there yet, so that what the SSD holds is usable after a crash. A copy below is
+  kept when the block is promoted, so demoting it again is free.
+* **Reclaim** empties a region of the SSD log before it is needed.
+
+A write budget that is used up, or an SSD that fails, stops demotion; puts then evict what they need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Final, TypeVar, TypeVarTuple
+
+import structlog
+
+from kvstore.departures import DepartureReason
+from kvstore.entry import Entry
+from kvstore.metrics import MissReason
+from kvstore.node import Node
+from kvstore.reclaim import plan_reclaim
+from tiers.budget import WriteBudget
+from tiers.errors import CorruptBlock, TierError
+from tiers.ssd import SsdTier
+from tiers.tier import Extent, Record
+
+A = TypeVarTuple("A")
+R = TypeVar("R")
+
+_log = structlog.get_logger(__name__)
+
+_BATCH: Final = 16
+"""Blocks demoted between two looks at the watermark."""
+_PAUSE_SECONDS: Final = 0.05
+"""Wait before trying again after the budget was used up or nothing could go."""
+_SPARE_REGIONS: Final = 2
+"""Regions kept free: one for new blocks, one for those that reclaim writes again."""
+
+
+class Movement:
+    """Promotion, demotion and reclaim between DRAM and SSD.
+
+    :param low: share of DRAM at which demotion stops.
+    :param high: share of DRAM at which it starts.
+    :param budget: bytes a second that demotion may write.
+    :param queue_depth: reads, and writes, in flight at once.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        ssd: SsdTier,
+        *,
+        low: float,
+        high: float,
+        budget: WriteBudget,
+        queue_depth: int,
+    ) -> None:
+        self._node = node
+        self._ssd = ssd
+        self._low = low
+        self._high = high
+        self._budget = budget
+        self._depth = queue_depth
+        self._pressure = asyncio.Event()
+        self._promotions: dict[Entry, asyncio.Task[MissReason | None]] = {}
+        self._copies: dict[Entry, asyncio.Task[bool]] = {}
+        self._reclaiming = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._writers: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Start the demotion task; the node's growth is watched from now on."""
+        self._readers = ThreadPoolExecutor(self._depth, "ssd-read")
+        self._writers = ThreadPoolExecutor(min(self._depth, 4), "ssd-write")
+        self._node.on_growth = self._watch
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="demotion")
+        self._watch()
+
+    async def close(self) -> None:
+        """Stop demotion, wait for what is in flight, and end the threads."""
+        self._node.on_growth = lambda: None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        pending = [*self._promotions.values(), *self._copies.values()]
+        await asyncio.gather(*pending, return_exceptions=True)
+        for executor in (self._readers, self._writers):
+            if executor is not None:
+                executor.shutdown(wait=True)
+        self._readers = self._writers = None
+
+    # --- promotion -----------------------------------------------------------------------------
+
+    async def promote(self, owner: str, size: int, entry: Entry) -> MissReason | None:
+        """Bring a block into DRAM.
+
+        :return: None where the block is in DRAM now, else why it is a miss.
+        """
+        task = self._promotions.get(entry) or self._start_promotion(owner, size, entry)
+        return await asyncio.shield(task)
+
+    def prefetch(self, owner: str, entries: Iterable[Entry | None]) -> None:
+        """Begin to bring blocks up, as many as the SSD takes at once; nobody waits for them."""
+        for entry in entries:
+            if len(self._promotions) >= 4 * self._depth:
+                return
+            if entry is not None and entry.dram is None and entry not in self._promotions:
+                _ = self._start_promotion(owner, entry.shard.block_bytes, entry)
+
+    def _start_promotion(
+        self, owner: str, size: int, entry: Entry
+    ) -> asyncio.Task[MissReason | None]:
+        task = asyncio.get_running_loop().create_task(self._promote(owner, size, entry))
+        self._promotions[entry] = task
+        task.add_done_callback(lambda _: self._promotions.pop(entry, None))
+        return task
+
+    async def _promote(self, owner: str, size: int, entry: Entry) -> MissReason | None:
+        node = self._node
+        node.pin((entry,))
+        try:
+            extent = node.allocate(owner, size, entry)
+            if extent is None:
+                return "no_space"
+            source = entry.ssd
+            reason = await self._read(source, node.dram.view(extent, size)) if source else "absent"
+            if reason is None and node.holds(entry):
+                node.index.place(entry, "dram", extent)
+                node.metrics.promotions["ssd", "dram"] += 1
+                self._watch()
+                return None
+            node.dram.free(extent)
+        finally:
+            node.unpin((entry,))
+        if reason == "corrupt" and node.holds(entry):
+            _log.error("block corrupt", tier="ssd", hash=entry.hash.hex())
+            node.drop(entry, "ssd", DepartureReason.CORRUPT)
+        return reason or "absent"
+
+    async def _read(self, extent: Extent, into: memoryview) -> MissReason | None:
+        began = time.perf_counter()
+        try:
+            await self._in_thread(self._readers, self._ssd.load, extent, into)
+        except CorruptBlock:
+            return "corrupt"
+        except TierError as error:
+            _log.error("read failed", tier="ssd", error=str(error))
+            return "medium"
+        self._node.metrics.ssd_read_seconds.observe(time.perf_counter() - began)
+        return None
+
+    # --- demotion ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._occupancy() > self._high:
+            self._pressure.set()
+
+    def _occupancy(self) -> float:
+        dram = self._node.dram
+        return dram.used / dram.capacity
+
+    async def _run(self) -> None:
+        while True:
+            await self._pressure.wait()
+            while self._occupancy() > self._low:
+                if not await self._demote_some():
+                    await asyncio.sleep(_PAUSE_SECONDS)
+            self._pressure.clear()
+
+    async def _demote_some(self) -> bool:
+        node = self._node
+        victims = self._coldest(_BATCH)
+        dirty = [entry for entry in victims if entry.ssd is None]
+        await self.copy_down(dirty)
+        freed = 0
+        for entry in victims:
+            if entry.ssd is not None and entry.dram is not None and not entry.pins:
+                node.evict(entry, DepartureReason.CAPACITY)
+                node.metrics.demotions["dram", "ssd"] += 1
+                freed += 1
+        return freed > 0
+
+    def _coldest(self, number: int) -> list[Entry]:
+        return list(islice(self._node.index.victims(), number))
+
+    async def copy_down(self, entries: Iterable[Entry]) -> int:
+        """Write blocks, and those of their prefixes that have no copy yet, to the SSD.
+
+        :return: how many were written; fewer where the budget, the room or the medium gave out.
+        """
+        chain = self._with_ancestors(entries)
+        if not chain:
+            return 0
+        await self._make_room()
+        tasks = []
+        for entry in chain:
+            size = self._size(entry)
+            if not self._budget.take(size, self._node.clock()):
+                break
+            tasks.append(self._copy(entry))
+        return sum(await asyncio.gather(*tasks))
+
+    def _with_ancestors(self, entries: Iterable[Entry]) -> list[Entry]:
+        chain: dict[Entry, None] = {}
+        for entry in entries:
+            path = []
+            step: Entry | None = entry
+            while step is not None and step.ssd is None and step not in chain:
+                path.append(step)
+                step = step.parent
+            chain.update(dict.fromkeys(reversed(path)))
+        return list(chain)
+
+    def _size(self, entry: Entry) -> int:
+        return entry.shard.block_bytes
+
+    async def _copy(self, entry: Entry) -> bool:
+        task = self._copies.get(entry)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._copy_one(entry))
+            self._copies[entry] = task
+            task.add_done_callback(lambda _: self._copies.pop(entry, None))
+        return await asyncio.shield(task)
+
+    async def _copy_one(self, entry: Entry) -> bool:
+        node = self._node
+        source = entry.dram
+        if source is None or not node.holds(entry):
+            return False
+        size = self._size(entry)
+        node.pin((entry,))
+        try:
+            extent = await self._write(entry, node.dram.view(source, size))
+            if extent is None:
+                return False
+            if not node.holds(entry):
+                self._ssd.free(extent)
+                return False
+            node.index.place(entry, "ssd", extent)
+            return True
+        finally:
+            node.unpin((entry,))
+
+    async def _write(self, entry: Entry, data: memoryview) -> Extent | None:
+        began = time.perf_counter()
+        try:
+            extent = await self._in_thread(
+                self._writers, self._ssd.store, self._record(entry, len(data)), data, entry
+            )
+        except TierError as error:
+            _log.error("write failed", tier="ssd", error=str(error))
+            return None
+        self._node.metrics.ssd_write_seconds.observe(time.perf_counter() - began)
+        return extent
+
+    @staticmethod
+    def _record(entry: Entry, size: int) -> Record:
+        parent = entry.parent.hash if entry.parent is not None else bytes(32)
+        return Record(entry.shard.namespace, entry.shard.number, entry.hash, parent, size)
+
+    async def flush(self, deadline: float) -> int:
+        """Write all that only DRAM holds to the SSD, most recently used first.
+
+        :param deadline: seconds on the node's clock at which to stop.
+        :return: how many blocks were written.
+        """
+        dirty = [
+            entry
+            for shard in self._node.index.shards
+            for entry in shard.committed.values()
+            if entry.ssd is None
+        ]
+        # Stable: among blocks used at the same time the parent comes first, as it was committed.
+        dirty.sort(key=lambda entry: entry.last_use, reverse=True)
+        written = 0
+        for start in range(0, len(dirty), _BATCH):
+            if self._node.clock() >= deadline:
+                break
+            await self._make_room()
+            batch = dirty[start : start + _BATCH]
+            done = sum(await asyncio.gather(*(self._copy(entry) for entry in batch)))
+            if not done:
+                break
+            written += done
+        return written
+
+    # --- reclaim -------------------------------------------------------------------------------
+
+    async def _make_room(self) -> None:
+        async with self._reclaiming:
+            while self._ssd.free_regions < _SPARE_REGIONS:
+                region = self._ssd.victim()
+                if region is None or not await self._reclaim(region):
+                    return
+
+    async def _reclaim(self, region: int) -> bool:
+        residents = set(self._residents(region))
+        loading = [task for entry, task in self._promotions.items() if entry in residents]
+        await asyncio.gather(*loading, return_exceptions=True)
+        plan = plan_reclaim(self._residents(region), self._ssd.region_bytes)
+        for entry in plan.keep:
+            await self._rewrite(entry)
+        remaining = self._residents(region)
+        for entry in sorted(remaining, key=lambda entry: len(entry.path()), reverse=True):
+            self._give_up(entry)
+        if self._ssd.residents(region):
+            return False
+        await self._in_thread(self._writers, self._ssd.reclaim, region)
+        return True
+
+    def _residents(self, region: int) -> list[Entry]:
+        return [entry for entry in self._ssd.residents(region) if isinstance(entry, Entry)]
+
+    async def _rewrite(self, entry: Entry) -> None:
+        """Move a block's SSD copy to the region that is being filled."""
+        node, old, size = self._node, entry.ssd, self._size(entry)
+        if old is None or not node.holds(entry):
+            return
+        node.pin((entry,))
+        try:
+            if entry.dram is not None:
+                data = node.dram.view(entry.dram, size)
+            else:
+                data = memoryview(bytearray(size))
+                if await self._read(old, data) is not None:
+                    return
+            new = await self._write(entry, data)
+            if new is None:
+                return
+            if node.holds(entry) and entry.ssd == old:
+                self._ssd.free(node.index.relocate(entry, "ssd", new))
+            else:
+                self._ssd.free(new)
+        finally:
+            node.unpin((entry,))
+
+    def _give_up(self, entry: Entry) -> None:
+        node, extent = self._node, entry.ssd
+        if extent is None or not node.holds(entry):
+            return
+        if entry.dram is None:
+            node.drop(entry, "ssd", DepartureReason.SSD_RECLAIM)
+            return
+        self._ssd.free(node.index.displace(entry, "ssd"))
+        node.metrics.evictions["ssd", DepartureReason.SSD_RECLAIM] += 1
+
+    # --- recovery ------------------------------------------------------------------------------
+
+    def recover(self) -> int:
+        """Take up what the SSD still holds from before the start.
+
+        A block whose prefix is incomplete is of no use and is freed. Of two copies of one block the
+        later is kept.
+
+        :return: how many blocks are held again.
+        """
+        latest: dict[tuple[bytes, int, bytes], tuple[Record, Extent]] = {}
+        for record, extent in self._ssd.recovered():
+            name = (record.namespace, record.shard, record.hash)
+            earlier = latest.pop(name, None)
+            if earlier is not None:
+                self._ssd.free(earlier[1])
+            latest[name] = (record, extent)
+        below: dict[tuple[bytes, int, bytes], list[tuple[Record, Extent]]] = {}
+        for record, extent in latest.values():
+            below.setdefault((record.namespace, record.shard, record.parent), []).append(
+                (record, extent)
+            )
+        roots = [key for key in below if key[2] == bytes(32)]
+        held = sum(self._restore(below, key) for key in roots)
+        for orphans in below.values():
+            for _, extent in orphans:
+                self._ssd.free(extent)
+        return held
+
+    def _restore(
+        self,
+        below: dict[tuple[bytes, int, bytes], list[tuple[Record, Extent]]],
+        root: tuple[bytes, int, bytes],
+    ) -> int:
+        node, now, held = self._node, self._node.clock(), 0
+        pending = [root]
+        while pending:
+            for record, extent in below.pop(pending.pop(), ()):
+                shard = node.index.shard(record.namespace, record.shard, record.size)
+                if shard.block_bytes != record.size:
+                    self._ssd.free(extent)
+                    continue
+                entry = node.index.reserve(shard, record.hash, record.parent, now)
+                node.index.place(entry, "ssd", extent)
+                node.index.commit([entry], now)
+                self._ssd.set_tag(extent, entry)
+                pending.append((record.namespace, record.shard, record.hash))
+                held += 1
+        return held
+
+    async def _in_thread(
+        self, executor: ThreadPoolExecutor | None, call: Callable[[*A], R], *arguments: *A
+    ) -> R:
+        return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)

@@ -1,0 +1,273 @@
+"""A node: the index over its tiers, and the rules by which blocks come, are found and leave.
+
+Everything here runs on the event loop's thread and never waits for a medium. What has to wait (reads
+from SSD, demotion, reclaim) is in ``kvstore.movement``.
+
+Memory is freed only when nobody can touch it: a block that leaves the index while it is pinned, by a
+reader or by the session that fills it, keeps its extents until its last pin is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final
+
+from kvstore.catalog import Catalog
+from kvstore.departures import Departure, DepartureReason, Departures
+from kvstore.entry import Entry, ShardIndex
+from kvstore.errors import ParentAbsent
+from kvstore.identity import Namespace
+from kvstore.index import Index
+from kvstore.metrics import Metrics
+from kvstore.protocol.messages import BUSY, FILL, HELD, REFUSED
+from kvstore.reservation import Reservation
+from tiers.dram import DramTier
+from tiers.ssd import SsdTier
+from tiers.tier import Extent
+
+RESERVATION_SECONDS: Final = 60.0
+"""After this long others may store the blocks of a reservation that was never committed."""
+
+_MOST_EVICTIONS_A_BLOCK: Final = 64
+"""Evictions in policy order to find room for one block before a whole slab is cleared for it."""
+
+
+class Node:
+    """The blocks of one daemon.
+
+    :param ssd: None where there is no SSD tier.
+    :param clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        dram: DramTier,
+        ssd: SsdTier | None,
+        catalog: Catalog,
+        departures: Departures,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.dram = dram
+        self.ssd = ssd
+        self.catalog = catalog
+        self.departures = departures
+        self.metrics = metrics
+        self.clock = clock
+        self.on_growth: Callable[[], None] = lambda: None
+        """Called after DRAM was handed out; movement hangs its watermark check here."""
+        self._waiters: dict[Entry, list[asyncio.Future[None]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Node dram={self.dram!r} ssd={self.ssd!r} index={self.index!r}>"
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def shards_of(self, namespace: Namespace) -> list[ShardIndex]:
+        """The index of each shard of a namespace, in shard order; remembers the namespace."""
+        self.catalog.add(namespace)
+        return [
+            self.index.shard(namespace.fingerprint, number, namespace.block_bytes)
+            for number in range(namespace.shards)
+        ]
+
+    def pin(self, entries: Sequence[Entry]) -> None:
+        """Promise that the extents of ``entries`` are not reused until ``unpin``."""
+        self.index.pin(entries)
+        self.metrics.pins += len(entries)
+
+    def unpin(self, entries: Sequence[Entry]) -> None:
+        """Take back one pin of each entry, and free those that were dropped meanwhile."""
+        self.metrics.pins -= len(entries)
+        for entry in self.index.unpin(entries):
+            self._free_extents(entry)
+
+    @staticmethod
+    def holds(entry: Entry) -> bool:
+        """Whether an entry is still in the index: others may have dropped it during a wait."""
+        return not entry.gone
+
+    def arrival(self, entry: Entry) -> asyncio.Future[None]:
+        """A future that is done when a reserved block is committed or given up."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(entry, []).append(future)
+        return future
+
+    # --- storing -------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        shard: ShardIndex,
+        owner: str,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        number: int,
+        most: int,
+    ) -> tuple[bytes, Reservation | None]:
+        """Reserve what is missing of a chain of blocks.
+
+        :param owner: the tenant, whose segments the blocks go to.
+        :param parent: hash of the parent of the first block.
+        :param number: the reservation's name.
+        :param most: blocks that may be reserved at most.
+        :return: a verdict for each hash, and the reservation if any block is to be filled.
+        :raises ParentAbsent: the parent of the first block is not held.
+        """
+        now = self.clock()
+        verdicts = bytearray()
+        blocks: dict[int, Entry] = {}
+        for position, block in enumerate(hashes):
+            if block in shard.committed:
+                verdicts.append(HELD)
+            elif block in shard.reserved:
+                # Whoever writes this block most likely writes what follows as well.
+                verdicts.extend([BUSY] * (len(hashes) - position))
+                break
+            else:
+                entry = None
+                if len(blocks) < most:
+                    entry = self._reserve_one(shard, owner, parent, block, now, first=not position)
+                if entry is None:
+                    verdicts.extend([REFUSED] * (len(hashes) - position))
+                    break
+                verdicts.append(FILL)
+                blocks[position] = entry
+            parent = block
+        for outcome, verdict in (("held", HELD), ("busy", BUSY), ("refused", REFUSED)):
+            self.metrics.puts[outcome] += verdicts.count(verdict)  # type: ignore[index]
+        if not blocks:
+            return bytes(verdicts), None
+        self.metrics.reservations += len(blocks)
+        self.on_growth()
+        return bytes(verdicts), Reservation(number, blocks, now + RESERVATION_SECONDS)
+
+    def _reserve_one(
+        self, shard: ShardIndex, owner: str, parent: bytes, block: bytes, now: float, *, first: bool
+    ) -> Entry | None:
+        try:
+            entry = self.index.reserve(shard, block, parent, now)
+        except ParentAbsent:
+            if first:
+                raise
+            return None  # making room for the blocks before cost the parent
+        extent = self.allocate(owner, shard.block_bytes, entry)
+        if extent is None or entry.gone:
+            if extent is not None:
+                self.dram.free(extent)
+            if not entry.gone:
+                self.index.abort(entry)
+            return None
+        self.index.place(entry, "dram", extent)
+        self.index.pin((entry,))
+        return entry
+
+    def commit(self, reservation: Reservation, positions: Sequence[int]) -> dict[int, Entry]:
+        """Make filled blocks visible, as far as their parents are.
+
+        :return: the entries that became visible now, by position.
+        :raises InvalidRequest: a position is not that of a block to be filled.
+        """
+        now = self.clock()
+        ready = reservation.fill(positions)
+        committed: dict[int, Entry] = {}
+        for position, entry in ready:
+            if not entry.gone:
+                entry.checksum = reservation.checksums.get(position)
+                committed[position] = entry
+        self.index.commit(list(committed.values()), now)
+        for entry in committed.values():
+            shard = entry.shard
+            self.departures.returned(shard.namespace, shard.number, entry.hash)
+            self._wake(entry)
+        self._let_go([entry for _, entry in ready])
+        self.metrics.puts["stored"] += len(committed)
+        self.metrics.puts["aborted"] += len(ready) - len(committed)
+        return committed
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give up what was not committed. Its session has stopped writing to it."""
+        self.expire(reservation)
+        entries = list(reservation.blocks.values())
+        reservation.blocks.clear()
+        self._let_go(entries)
+        self.metrics.puts["aborted"] += len(entries)
+
+    def _let_go(self, entries: Sequence[Entry]) -> None:
+        self.metrics.reservations -= len(entries)
+        for entry in self.index.unpin(entries):
+            self._free_extents(entry)
+
+    def expire(self, reservation: Reservation) -> None:
+        """Let others store the blocks, but keep the memory: its session may still write to it."""
+        for entry in reservation.blocks.values():
+            if not entry.gone:
+                for gone in self.index.abort(entry):
+                    self._wake(gone)
+
+    def _wake(self, entry: Entry) -> None:
+        for future in self._waiters.pop(entry, ()):
+            if not future.done():
+                future.set_result(None)
+
+    # --- making room and letting go --------------------------------------------------------------
+
+    def allocate(self, owner: str, size: int, tag: Entry) -> Extent | None:
+        """An extent of DRAM, evicting for it what the policy says; None if nothing can go."""
+        extent = self.dram.reserve(owner, size, tag)
+        if extent is not None:
+            return extent
+        for victim in islice(self.index.victims(), _MOST_EVICTIONS_A_BLOCK):
+            self.evict(victim, self._pressure_reason())
+            extent = self.dram.reserve(owner, size, tag)
+            if extent is not None:
+                return extent
+        for crowd in self.dram.crowding(owner, size):
+            if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
+                self.evict(crowd, self._pressure_reason())
+        return self.dram.reserve(owner, size, tag)
+
+    def _pressure_reason(self) -> DepartureReason:
+        return DepartureReason.CAPACITY if self.ssd is None else DepartureReason.SSD_BUSY
+
+    def evict(self, entry: Entry, reason: DepartureReason) -> int:
+        """Take an unpinned block out of DRAM.
+
+        :return: how many blocks are gone: none where the SSD has a copy, else it and all below it.
+        """
+        if entry.ssd is None:
+            return self.drop(entry, "dram", reason)
+        self.dram.free(self.index.displace(entry, "dram"))
+        self.metrics.evictions["dram", DepartureReason.CAPACITY] += 1
+        return 0
+
+    def drop(self, entry: Entry, tier: str, reason: DepartureReason) -> int:
+        """Forget a block and all below it, in all tiers.
+
+        :param tier: where it was lost from, for the record.
+        :return: how many blocks are gone.
+        """
+        gone = self.index.drop(entry)
+        departure = Departure(self.clock(), tier, reason)
+        for lost in gone:
+            shard = lost.shard
+            self.departures.record(shard.namespace, shard.number, lost.hash, departure)
+            self.metrics.evictions[tier, reason] += 1
+            self._wake(lost)
+            if not lost.pins:
+                self._free_extents(lost)
+        return len(gone)
+
+    def _free_extents(self, entry: Entry) -> None:
+        if entry.dram is not None:
+            self.dram.free(entry.dram)
+            entry.dram = None
+        if entry.ssd is not None and self.ssd is not None:
+            self.ssd.free(entry.ssd)
+            entry.ssd = None

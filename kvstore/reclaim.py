@@ -1,0 +1,49 @@
+"""Which blocks of an SSD region are worth writing again when the region is reclaimed. Pure.
+
+A block is worth it where others hang below it, or where it was used since it was written. Writing
+again is bounded to a share of the region, so that reclaiming always gains room; beyond the bound the
+least recently used go, with all below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.entry import Entry
+
+KEPT_SHARE: Final = 0.5
+"""Share of a region's bytes that may be written again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimPlan:
+    """What becomes of a region's residents.
+
+    Attributes:
+        keep: to be written to another region, parents first.
+        give_up: to lose their copy here, children first.
+    """
+
+    keep: list[Entry]
+    give_up: list[Entry]
+
+
+def plan_reclaim(residents: Iterable[Entry], region_bytes: int) -> ReclaimPlan:
+    """Divide the residents of one region of ``region_bytes``."""
+    depths = {entry: len(entry.path()) for entry in residents}
+    by_worth = sorted(depths, key=lambda entry: (entry.last_use, -depths[entry]), reverse=True)
+    room = int(region_bytes * KEPT_SHARE)
+    keep: list[Entry] = []
+    give_up: list[Entry] = []
+    for entry in by_worth:
+        size = entry.shard.block_bytes
+        if entry.worth_keeping_on_ssd and size <= room:
+            room -= size
+            keep.append(entry)
+        else:
+            give_up.append(entry)
+    keep.sort(key=depths.__getitem__)
+    give_up.sort(key=depths.__getitem__, reverse=True)
+    return ReclaimPlan(keep, give_up)

@@ -1,0 +1,240 @@
+"""Where clients come in: the listening sockets, and the sessions that they open."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvstore.config import Config
+from kvstore.connection import Connection
+from kvstore.errors import AccessDenied, ConfigError, InvalidRequest, ProtocolError, Unavailable
+from kvstore.identity import Namespace
+from kvstore.movement import Movement
+from kvstore.node import Node
+from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from kvstore.session import Session
+from kvstore.units import Address
+from rdma.shm import ShmNodeTransport
+from rdma.tcp import TcpNodeTransport
+from rdma.transport import NodeTransport
+
+_log = structlog.get_logger(__name__)
+
+_BACKLOG: Final = 128
+_POLL_SECONDS: Final = 0.01
+_EXPIRY_SECONDS: Final = 5.0
+
+
+class Server:
+    """The data path of a node.
+
+    Args:
+        node: where the blocks are.
+        movement: brings blocks up from SSD; None where there is no SSD.
+        config: addresses and limits.
+        incarnation: names this start of the node.
+    """
+
+    def __init__(
+        self, node: Node, movement: Movement | None, config: Config, incarnation: str
+    ) -> None:
+        self.node = node
+        self.longest_deadline = config.limits.request_deadline_max
+        self.max_payload = config.limits.max_payload
+        self.connections: set[Connection] = set()
+        self.urls: list[str] = []
+        """Where clients may connect to."""
+        self._movement = movement
+        self._config = config
+        self._incarnation = incarnation
+        self._listeners: list[socket.socket] = []
+        self._unix_path: Path | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    # --- listening -----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: an address cannot be had.
+        """
+        listen = self._config.listen
+        if listen.unix is not None:
+            self._listen_unix(listen.unix)
+        if listen.tcp is not None:
+            self._listen_tcp(listen.tcp)
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.add_reader(listener.fileno(), self._accept, listener)
+        self._expiry = loop.call_later(_EXPIRY_SECONDS, self._expire)
+
+    def _listen_unix(self, path: Path) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_socket() and not _is_answered(path):
+                path.unlink()
+            previous = os.umask(0o077)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(previous)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"listen.unix {path}: {error.strerror}") from error
+        self._unix_path = path
+        self._add(listener, f"unix://{path}")
+
+    def _listen_tcp(self, address: Address) -> None:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address.host, address.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"listen.tcp {address}: {error.strerror or error}") from error
+        bound = Address(address.host, listener.getsockname()[1])
+        self._add(listener, f"tcp://{bound}")
+
+    def _add(self, listener: socket.socket, url: str) -> None:
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._listeners.append(listener)
+        self.urls.append(url)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            _log.error("accept failed", error=str(error))
+            return
+        connection = Connection(self, sock)
+        self.connections.add(connection)
+        connection.start()
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def welcome(self, hello: Hello, local: bool) -> tuple[Session, Welcome]:
+        """Open a session for a client.
+
+        Args:
+            hello: what the client says of itself.
+            local: whether it came over the Unix socket.
+
+        Raises:
+            ProtocolError: it speaks another version.
+            AccessDenied: its token is not the right one.
+            InvalidRequest: its namespace makes no sense, or no transport is in common.
+            Unavailable: there are too many sessions.
+        """
+        limits, metrics = self._config.limits, self.node.metrics
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"protocol version {hello.version}; this node speaks {PROTOCOL_VERSION}"
+            )
+        token = self._config.session_token
+        if token is not None and not hmac.compare_digest(
+            token.encode(), (hello.token or "").encode()
+        ):
+            raise AccessDenied("the session token is missing or wrong")
+        if metrics.sessions >= limits.sessions:
+            raise Unavailable(f"{limits.sessions} sessions are open; that is the limit")
+        namespace = Namespace.parse(hello.namespace)
+        if namespace.tenant != hello.tenant:
+            raise InvalidRequest("the tenant of the session is not that of the namespace")
+        session = Session(
+            self.node,
+            self._movement,
+            namespace,
+            hello.shard,
+            transport=self._choose(hello.transports, local),
+            most_bytes=int(limits.session_pinned * self.node.dram.capacity),
+            verify=self._config.policy.integrity == "always",
+        )
+        metrics.sessions += 1
+        metrics.sessions_opened += 1
+        _log.info("session opened", session=repr(session), client=hello.client)
+        return session, self._answer(session)
+
+    def _choose(self, offered: list[str], local: bool) -> NodeTransport:
+        for name in offered:
+            if name == "shm" and local:
+                return ShmNodeTransport()
+            if name == "tcp":
+                return TcpNodeTransport(self.node.dram)
+        here = "shm, tcp" if local else "tcp"
+        raise InvalidRequest(
+            f"no transport in common: {', '.join(offered)} offered, this node has {here}"
+        )
+
+    def _answer(self, session: Session) -> Welcome:
+        limits = self._config.limits
+        return Welcome(
+            self._config.node.name,
+            self._incarnation,
+            session.transport.name,
+            session.namespace.block_bytes,
+            {"max_payload": limits.max_payload, "max_hashes": limits.max_hashes},
+            session.transport.welcome(),
+        )
+
+    def farewell(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            if connection.session is not None:
+                self.node.metrics.sessions -= 1
+
+    def sessions(self) -> list[Session]:
+        """The sessions open now."""
+        return [one.session for one in self.connections if one.session is not None]
+
+    def _expire(self) -> None:
+        now = self.node.clock()
+        for session in self.sessions():
+            session.expire(now)
+        self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_SECONDS, self._expire)
+
+    # --- stopping ------------------------------------------------------------------------------
+
+    async def close(self, grace: float) -> None:
+        """Stop accepting, let what is under way finish within ``grace`` seconds, and close."""
+        loop = asyncio.get_running_loop()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for listener in self._listeners:
+            loop.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+        if self._unix_path is not None:
+            self._unix_path.unlink(missing_ok=True)
+        for connection in self.connections:
+            connection.refuse()
+        deadline = loop.time() + grace
+        while loop.time() < deadline and any(one.busy for one in self.connections):
+            await asyncio.sleep(_POLL_SECONDS)
+        for connection in list(self.connections):
+            connection.close()
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether a process listens on a Unix socket."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(1.0)
+        probe.connect(str(path))
+    except OSError:
+        return False
+    finally:
+        probe.close()
+    return True

@@ -1,0 +1,446 @@
+"""One client's session on a node: what it may ask, and all that it holds.
+
+A session answers what it can at once and returns a coroutine for what has to wait: a block that
+comes up from SSD, one that another session is writing, or a checksum. It does no I/O of its own:
+``kvstore.connection`` brings it requests and carries its replies away.
+
+All that it holds, leases (pins of blocks handed out) and reservations, is bounded and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+from crc32c import crc32c
+
+from kvstore.entry import Entry, ShardIndex
+from kvstore.errors import AccessDenied, InvalidRequest, NamespaceMismatch
+from kvstore.fetch import Fetch
+from kvstore.identity import Namespace
+from kvstore.movement import Movement
+from kvstore.node import Node
+from kvstore.protocol.messages import (
+    ABSENT,
+    DRAM,
+    HBM,
+    SSD,
+    Abort,
+    AbortAnswer,
+    Answer,
+    AnyRequest,
+    Exists,
+    ExistsAnswer,
+    Get,
+    GetAnswer,
+    Match,
+    MatchAnswer,
+    Ping,
+    PingAnswer,
+    Release,
+    Reserve,
+    ReserveAnswer,
+    Segments,
+    SegmentsAnswer,
+    Write,
+    WriteAnswer,
+)
+from kvstore.reservation import Reservation
+from rdma.shm import ShmNodeTransport
+from rdma.transport import NodeTransport
+from tiers.errors import BadExtent
+from tiers.segment import Segment
+
+_TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"))
+
+
+@dataclass(slots=True)
+class Reply:
+    """What goes back to the client.
+
+    Attributes:
+        answer: the header's content; None where nothing is answered.
+        payload: views of the arena that follow the header.
+        pinned: entries to unpin once the payload has left.
+        used: entries to touch, in the order of the request, once the reply is on its way.
+        fds: file descriptors that go with the first byte.
+    """
+
+    answer: Answer | None
+    payload: Sequence[memoryview] = ()
+    pinned: Sequence[Entry] = ()
+    used: Sequence[Entry] = ()
+    fds: Sequence[int] = ()
+
+
+Handled: TypeAlias = Reply | Coroutine[Any, Any, Reply]
+_NO_REPLY: Final = Reply(None)
+
+
+class Session:
+    """A client's view of one namespace, from one shard, over one transport.
+
+    Args:
+        node: where the blocks are.
+        movement: brings blocks up from SSD; None where there is no SSD.
+        namespace: the client's namespace.
+        shard: the client's shard of each block.
+        transport: moves the payload.
+        most_bytes: bytes that the session may hold pinned or reserved at once.
+        verify: whether checksums are taken at put and compared at every get.
+
+    Raises:
+        NamespaceMismatch: the namespace has no such shard, or its blocks are too large.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        movement: Movement | None,
+        namespace: Namespace,
+        shard: int,
+        *,
+        transport: NodeTransport,
+        most_bytes: int,
+        verify: bool,
+    ) -> None:
+        if shard >= namespace.shards:
+            raise NamespaceMismatch(
+                f"shard {shard} of a namespace that has {namespace.shards}, counted from 0"
+            )
+        largest = min(node.dram.largest_block, most_bytes)
+        if namespace.block_bytes > largest:
+            raise NamespaceMismatch(
+                f"blocks of {namespace.block_bytes} bytes; this node takes up to {largest}"
+            )
+        self.namespace = namespace
+        self.transport = transport
+        self._node = node
+        self._movement = movement
+        self._shards = node.shards_of(namespace)
+        self._shard: ShardIndex = self._shards[shard]
+        self._size = namespace.block_bytes
+        self._most_blocks = most_bytes // self._size
+        self._verify = verify
+        self._fetch = Fetch(node, movement, self._shard, namespace.tenant, verify=verify)
+        self._numbers = itertools.count(1)
+        self._leases: dict[int, list[Entry]] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self._held = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Session {self.transport.name} tenant={self.namespace.tenant} shard={self._shard.number} "
+            f"leases={len(self._leases)} reservations={len(self._reservations)}>"
+        )
+
+    def handle(self, request: AnyRequest, deadline: float) -> Handled:
+        """Do what a request asks.
+
+        Args:
+            request: anything but HELLO. A WRITE's payload has landed already.
+            deadline: seconds on the event loop's clock.
+
+        Raises:
+            KVStoreError: the answer to this request.
+        """
+        kind = type(request)
+        if kind is Get:
+            return self._get(request, deadline)  # type: ignore[arg-type]
+        if kind is Write:
+            return self._write(request, deadline)  # type: ignore[arg-type]
+        handler = _HANDLERS.get(kind)
+        if handler is None:
+            raise InvalidRequest("the session is open already")
+        return handler(self, request)
+
+    def close(self) -> None:
+        """Give up all leases and reservations. The client can't touch their memory any more."""
+        for entries in self._leases.values():
+            self._node.unpin(entries)
+        self._leases.clear()
+        for reservation in self._reservations.values():
+            self._node.abort(reservation)
+        self._reservations.clear()
+        self._held = 0
+
+    def expire(self, now: float) -> None:
+        """Let others store what this session reserved long ago and never committed.
+
+        Args:
+            now: seconds on the node's clock.
+        """
+        for reservation in self._reservations.values():
+            if reservation.expires <= now:
+                self._node.expire(reservation)
+
+    # --- match and exists ----------------------------------------------------------------------
+
+    def _match(self, request: Match) -> Reply:
+        began = time.perf_counter()
+        node, hashes = self._node, request.hashes
+        tiers = node.index.match(self._shards, hashes)
+        if request.prefetch and self._movement is not None:
+            wanted = node.index.lookup(self._shard, hashes[: len(tiers)])
+            self._movement.prefetch(self.namespace.tenant, wanted)
+        self._count_matched(len(hashes), len(tiers))
+        node.metrics.match_seconds.observe(time.perf_counter() - began)
+        return Reply(MatchAnswer(tiers))
+
+    def _exists(self, request: Exists) -> Reply:
+        tiers = self._node.index.exists((self._shard,), request.hashes)
+        self._count_matched(len(tiers), len(tiers) - tiers.count(ABSENT))
+        return Reply(ExistsAnswer(tiers))
+
+    def _count_matched(self, asked: int, held: int) -> None:
+        matched = self._node.metrics.matched
+        matched["held"] += held
+        matched["absent"] += asked - held
+
+    # --- get -----------------------------------------------------------------------------------
+
+    def _get(self, request: Get, deadline: float) -> Handled:
+        began = time.perf_counter()
+        length = self._length(request)
+        entries = self._node.index.lookup(self._shard, request.hashes)
+        if self._verify:
+            return self._get_later(request, length, deadline, began)
+        found = []
+        tiers = bytearray()
+        for entry in entries:
+            if entry is None:
+                if request.wait:
+                    return self._get_later(request, length, deadline, began)
+                tiers.append(ABSENT)
+            elif entry.dram is None:
+                return self._get_later(request, length, deadline, began)
+            else:
+                found.append(entry)
+                tiers.append(DRAM)
+        if len(found) < len(tiers):
+            self._count_absent(request.hashes, tiers)
+        self._node.pin(found)
+        return self._hand_out(request, length, found, tiers, deadline, began)
+
+    def _length(self, request: Get) -> int:
+        length = request.length or self._size - request.offset
+        if length <= 0 or request.offset + length > self._size:
+            raise InvalidRequest(
+                f"bytes {request.offset} to {request.offset + length} are outside a block "
+                f"of {self._size}"
+            )
+        return length
+
+    def _count_absent(self, hashes: Sequence[bytes], tiers: bytearray) -> None:
+        metrics, reserved = self._node.metrics, self._shard.reserved
+        for block, tier in zip(hashes, tiers, strict=True):
+            if tier == ABSENT:
+                metrics.miss("pending" if block in reserved else "absent")
+
+    async def _get_later(
+        self, request: Get, length: int, deadline: float, began: float
+    ) -> Reply:
+        got = await self._fetch.fetch(request.hashes, wait=request.wait, deadline=deadline)
+        for reason in got.misses:
+            self._node.metrics.miss(reason)
+        found = [entry for entry in got.entries if entry is not None]
+        return self._hand_out(request, length, found, bytearray(got.tiers), deadline, began)
+
+    def _hand_out(
+        self,
+        request: Get,
+        length: int,
+        found: list[Entry],
+        tiers: bytearray,
+        deadline: float,
+        began: float,
+    ) -> Reply:
+        """Answer a get. ``found`` is what it returns: pinned, and in DRAM."""
+        if self._held + len(found) > self._most_blocks:
+            self._cut(found, tiers)
+        metrics = self._node.metrics
+        for code, tier in _TIERS:
+            if count := tiers.count(code):
+                metrics.hit(tier, count)
+        metrics.moved(self.transport.name, "out", len(found) * length)
+        places: list[int] = [entry.dram + request.offset for entry in found]  # type: ignore[operator]
+        delivery = at_once(self.transport.push(places, length, request.destinations, deadline))
+        lease = self._lease(found) if found and delivery.holds else 0
+        reply = Reply(
+            GetAnswer(lease, bytes(tiers), delivery.locations),
+            delivery.payload,
+            pinned=() if lease else found,
+            used=found,
+        )
+        metrics.get_seconds.observe(time.perf_counter() - began)
+        return reply
+
+    def _cut(self, found: list[Entry], tiers: bytearray) -> None:
+        """Turn into misses what is more than the session may hold."""
+        room = max(self._most_blocks - self._held, 0)
+        extra = found[room:]
+        del found[room:]
+        self._node.unpin(extra)
+        self._node.metrics.miss("no_space", len(extra))
+        for position in reversed(range(len(tiers))):
+            if not extra:
+                break
+            if tiers[position]:
+                tiers[position] = ABSENT
+                extra.pop()
+
+    def _lease(self, entries: list[Entry]) -> int:
+        number = next(self._numbers)
+        self._leases[number] = entries
+        self._held += len(entries)
+        return number
+
+    def _release(self, request: Release) -> Reply:
+        for number in request.leases:
+            entries = self._leases.pop(number, None)
+            if entries is not None:
+                self._held -= len(entries)
+                self._node.unpin(entries)
+        return _NO_REPLY
+
+    # --- put -----------------------------------------------------------------------------------
+
+    def _reserve(self, request: Reserve) -> Reply:
+        number = next(self._numbers)
+        verdicts, reservation = self._node.reserve(
+            self._shard,
+            self.namespace.tenant,
+            request.parent,
+            request.hashes,
+            number=number,
+            most=self._most_blocks - self._held,
+        )
+        if reservation is None:
+            return Reply(ReserveAnswer(0, verdicts, self.transport.grant([])))
+        self._reservations[number] = reservation
+        self._held += len(reservation.blocks)
+        places: list[int] = [entry.dram for entry in reservation.blocks.values()]  # type: ignore[misc]
+        return Reply(ReserveAnswer(number, verdicts, self.transport.grant(places)))
+
+    def landing(self, request: Write) -> list[memoryview]:
+        """Where the payload of a WRITE goes.
+
+        Raises:
+            InvalidRequest: the reservation or a block is not this session's to fill, or the bytes
+                are outside a block.
+        """
+        blocks = self._reservation(request.reservation).select(request.indexes)
+        views = self.transport.landing(self._places(request, blocks), request.length)
+        if views is None:
+            raise InvalidRequest(f"the {self.transport.name} transport takes no payload here")
+        return views
+
+    def _places(self, request: Write, blocks: Sequence[Entry]) -> list[int]:
+        start, end = request.offset, request.offset + request.length
+        if end > self._size:
+            raise InvalidRequest(f"bytes {start} to {end} are outside a block of {self._size}")
+        return [entry.dram + start for entry in blocks]  # type: ignore[operator]
+
+    def _reservation(self, number: int) -> Reservation:
+        reservation = self._reservations.get(number)
+        if reservation is None:
+            raise InvalidRequest(f"there is no reservation {number}")
+        return reservation
+
+    def _write(self, request: Write, deadline: float) -> Handled:
+        reservation = self._reservation(request.reservation)
+        blocks = reservation.select(request.indexes)
+        places = self._places(request, blocks)
+        at_once(self.transport.pull(places, request.length, request.sources, deadline))
+        self._node.metrics.moved(self.transport.name, "in", len(blocks) * request.length)
+        if not request.commit:
+            return Reply(WriteAnswer(bytes(len(blocks))))
+        if request.checksums is not None:
+            reservation.checksums.update(zip(request.indexes, request.checksums, strict=True))
+        if self._verify:
+            return self._write_verified(request, reservation, blocks)
+        return self._commit(request, reservation)
+
+    async def _write_verified(
+        self, request: Write, reservation: Reservation, blocks: Sequence[Entry]
+    ) -> Reply:
+        views = [
+            self._node.dram.view(entry.dram, self._size)  # type: ignore[arg-type]
+            for entry in blocks
+        ]
+        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+        for position, checksum in zip(request.indexes, sums, strict=True):
+            if reservation.checksums.setdefault(position, checksum) != checksum:
+                raise InvalidRequest(f"block {position} does not match the checksum given for it")
+        return self._commit(request, reservation)
+
+    def _commit(self, request: Write, reservation: Reservation) -> Reply:
+        began = time.perf_counter()
+        before = len(reservation.blocks)
+        committed = self._node.commit(reservation, request.indexes)
+        self._held -= before - len(reservation.blocks)
+        if not reservation.blocks:
+            self._reservations.pop(reservation.number, None)
+        self._node.metrics.put_seconds.observe(time.perf_counter() - began)
+        flags = bytes([position in committed for position in request.indexes])
+        return Reply(WriteAnswer(flags))
+
+    def _abort(self, request: Abort) -> Reply:
+        reservation = self._reservations.pop(request.reservation, None)
+        if reservation is None:
+            raise InvalidRequest(f"there is no reservation {request.reservation}")
+        self._held -= len(reservation.blocks)
+        self._node.abort(reservation)
+        return Reply(AbortAnswer())
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def _segments(self, request: Segments) -> Reply:
+        if not isinstance(self.transport, ShmNodeTransport):
+            raise InvalidRequest("segments are shared with sessions of the transport shm only")
+        shared, fds = [], []
+        for number in request.numbers:
+            segment = self._shared_segment(number)
+            shared.append((number, segment.size))
+            fds.append(segment.fd)
+        return Reply(SegmentsAnswer(shared), fds=fds)
+
+    def _shared_segment(self, number: int) -> Segment:
+        try:
+            segment = self._node.dram.segment(number)
+        except BadExtent:
+            segment = None
+        if segment is None or segment.owner != self.namespace.tenant:
+            raise AccessDenied(f"segment {number} does not hold blocks of this tenant")
+        return segment
+
+    def _ping(self, request: Ping) -> Reply:
+        return Reply(PingAnswer())
+
+
+T = TypeVar("T")
+
+
+def at_once(step: Coroutine[Any, Any, T]) -> T:
+    """Run the step of a transport that never waits."""
+    try:
+        step.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    step.close()
+    raise RuntimeError("a transport waited that should not")
+
+
+_HANDLERS: Final[dict[type, Any]] = {
+    Match: Session._match,
+    Exists: Session._exists,
+    Release: Session._release,
+    Reserve: Session._reserve,
+    Segments: Session._segments,
+    Abort: Session._abort,
+    Ping: Session._ping,
+}

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
+from kvstore.sources import keys, load
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
@@ -58,3 +61,36 @@ def test_nobody_is_sent_to_somebody_elses_package(document: Path) -> None:
 @every_document
 def test_pictures_are_closed(document: Path) -> None:
     assert document.read_text().count("```") % 2 == 0
+
+
+def test_every_key_of_the_configuration_is_described() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    described: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        if heading := re.match(r"### `\[(\w+)\]`", line):
+            section = heading[1]
+        elif section and (row := re.match(r"\| `(\w+)` \|", line)):
+            described.append(f"{section}.{row[1]}")
+    assert described == keys()
+
+
+def test_toml_in_the_configuration_page_loads(tmp_path: Path) -> None:
+    for body in _fenced(ROOT / "docs/configuration.md", "toml"):
+        file = tmp_path / "kvstore.toml"
+        file.write_text(body)
+        load(file, environ={})
+
+
+@every_document
+def test_modules_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    named = set(re.findall(r"(?<![\w/.])(?:kvstore|tiers|rdma|client)(?:\.[a-z_]+)+", text))
+    files = {name for name in named if name.endswith((".sock", ".toml"))}
+    assert [name for name in named - files if not _is_there(name)] == []
+
+
+def _is_there(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    public = name.removeprefix("kvstore.") in kvstore.__all__
+    return public or path.is_dir() or path.with_suffix(".py").is_file()

@@ -1,0 +1,320 @@
+"""Configuration: what each source may say, who wins, and what an impossible value is told."""
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import logs, sources, units
+from kvstore.config import Config, LogSection
+from kvstore.errors import ConfigError
+from kvstore.sources import Effective, load
+from kvstore.units import Address
+
+EVERYTHING = """
+[node]
+name = "node-a"
+state_directory = "/srv/kvstore"
+grace = "30s"
+[listen]
+tcp = "127.0.0.1:9500"
+metrics = "off"
+[dram]
+capacity = "8GiB"
+huge_pages = "require"
+[ssd]
+capacity = "100GB"
+directory = "/srv/kvstore/ssd"
+write_budget = "200MB/s"
+[policy]
+dram = "arc"
+low_watermark = "70%"
+high_watermark = 0.9
+"""
+
+
+def from_file(tmp_path: Path, text: str, **environ: str) -> Effective:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(text)
+    return load(path, environ=environ)
+
+
+def test_defaults_are_sound_and_say_so() -> None:
+    effective = load(environ={})
+    config = effective.config
+    assert config.listen.unix == config.node.state_directory / "kvstore.sock"
+    assert config.listen.tcp is None
+    assert config.listen.control == Address("127.0.0.1", 9400)
+    assert config.ssd.capacity == 0
+    assert {str(origin) for _, _, origin in effective.rows()} == {"default", "derived"}
+    assert Config() == config
+
+
+def test_a_file_in_human_units(tmp_path: Path) -> None:
+    config = from_file(tmp_path, EVERYTHING).config
+    assert config.node.grace == 30.0
+    assert config.listen.tcp == Address("127.0.0.1", 9500)
+    assert config.listen.metrics is None
+    assert config.listen.unix == Path("/srv/kvstore/kvstore.sock")
+    assert config.dram.capacity == 8 << 30
+    assert config.ssd.capacity == 100 * 10**9
+    assert config.ssd.write_budget == 200 * 10**6
+    assert (config.policy.low_watermark, config.policy.high_watermark) == (0.7, 0.9)
+
+
+def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_text('[dram]\ncapacity = "1GiB"\nsegment = "64MiB"\nprefault = false\n')
+    effective = load(
+        path,
+        flags={"dram.capacity": "3GiB", "log.level": None},
+        environ={"KVSTORE_DRAM__CAPACITY": "2GiB", "KVSTORE_DRAM__SEGMENT": "128MiB"},
+    )
+    assert effective.config.dram.capacity == 3 << 30
+    assert effective.config.dram.segment == 128 << 20
+    assert effective.config.dram.prefault is False
+    assert str(effective.origins["dram.capacity"]) == "flag --set dram.capacity"
+    assert str(effective.origins["dram.segment"]) == "environment KVSTORE_DRAM__SEGMENT"
+    assert str(effective.origins["dram.prefault"]) == f"file {path}"
+    assert str(effective.origins["log.level"]) == "default"
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text('[node]\nname = "elsewhere"\n')
+    assert load(environ={"KVSTORE_CONFIG": str(path)}).config.node.name == "elsewhere"
+
+
+def test_small_capacities_get_small_segments_and_regions() -> None:
+    environ = {
+        "KVSTORE_DRAM__CAPACITY": "64MiB",
+        "KVSTORE_SSD__CAPACITY": "80MiB",
+        "KVSTORE_SSD__DIRECTORY": "/x",
+    }
+    effective = load(environ=environ)
+    assert effective.config.dram.segment == 64 << 20
+    assert effective.config.ssd.region == 10 << 20
+    assert str(effective.origins["dram.segment"]) == "derived"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"KVSTORE_DRAM__CAPACITY": "-1"}, r"^dram.capacity: .*negative.*KVSTORE_DRAM__CAPACITY"),
+        ({"KVSTORE_DRAM__CAPACITY": "0"}, r"^dram.capacity: .*greater than 0"),
+        ({"KVSTORE_DRAM__CAPACITY": "lots"}, r"^dram.capacity: expected a size such as 8GiB"),
+        ({"KVSTORE_DRAM__CAPACITY": "9EiB"}, r"^dram.capacity: expected a size"),
+        ({"KVSTORE_DRAM__CAPACITY": "2000PB"}, r"^dram.capacity: .*above 1 EiB"),
+        (
+            {"KVSTORE_DRAM__CAPACITY": "1MiB", "KVSTORE_DRAM__SEGMENT": "2MiB"},
+            r"^dram.capacity: 1 MiB is less than one segment \(2 MiB\).*DRAM__CAPACITY.*DRAM__SEGM",
+        ),
+        ({"KVSTORE_DRAM__SEGMENT": "1000"}, r"^dram.segment: must be a multiple of 4 KiB"),
+        (
+            {"KVSTORE_DRAM__SEGMENT": "3MiB", "KVSTORE_DRAM__HUGE_PAGES": "require"},
+            r"^dram.segment: must be a multiple of 2 MiB",
+        ),
+        ({"KVSTORE_SSD__CAPACITY": "1GiB"}, r"^ssd.directory: an SSD tier needs a directory"),
+        (
+            {
+                "KVSTORE_SSD__CAPACITY": "1GiB",
+                "KVSTORE_SSD__DIRECTORY": "/x",
+                "KVSTORE_SSD__REGION": "1GiB",
+            },
+            r"^ssd.capacity: 1 GiB is less than two regions",
+        ),
+        ({"KVSTORE_SSD__WRITE_BUDGET": "0"}, r"^ssd.write_budget: .*greater than 0"),
+        ({"KVSTORE_POLICY__LOW_WATERMARK": "99%"}, r"^policy.low_watermark: .*below the high one"),
+        ({"KVSTORE_POLICY__HIGH_WATERMARK": "1.5"}, r"^policy.high_watermark: expected a share"),
+        ({"KVSTORE_POLICY__DRAM": "mru"}, r"^policy.dram: "),
+        ({"KVSTORE_NODE__GRACE": "-3s"}, r"^node.grace: expected a duration"),
+        ({"KVSTORE_NODE__NAME": "a b"}, r"^node.name: "),
+        ({"KVSTORE_LISTEN__TCP": "0.0.0.0:1"}, r"^listen.tcp: .*other machines.*insecure"),
+        ({"KVSTORE_LISTEN__CONTROL": "[::]:1"}, r"^listen.control: .*control_token_file"),
+        ({"KVSTORE_LISTEN__METRICS": "10.0.0.1:1"}, r"^listen.metrics: .*insecure"),
+        ({"KVSTORE_LISTEN__TCP": "127.0.0.1"}, r"^listen.tcp: expected an address"),
+        ({"KVSTORE_LISTEN__TCP": "127.0.0.1:70000"}, r"^listen.tcp: expected an address"),
+        ({"KVSTORE_LISTEN__UNIX": "off"}, r"^listen.unix: the node must listen"),
+        ({"KVSTORE_LISTEN__UNIX": "/" + "x" * 200}, r"^listen.unix: .*longer than 107 bytes"),
+        ({"KVSTORE_DRAM__CAPACTY": "1"}, r"^dram.capacty: unknown key .*mean dram.capacity\?"),
+        ({"KVSTORE_DRAM_CAPACITY": "1"}, r"^KVSTORE_DRAM_CAPACITY: .*mean KVSTORE_DRAM__CAPACITY"),
+        ({"KVSTORE_AUTH__CONTROL_TOKEN_FILE": "/nowhere"}, r"^auth.control_token_file: /nowhere"),
+        ({"KVSTORE_CONFIG": "/nowhere.toml"}, r"^/nowhere.toml: cannot be read"),
+    ],
+)
+def test_impossible_values_name_key_and_source(environ: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[dram]\nsize = 1\n", r"^dram.size: unknown key \(from file .*kvstore.toml\)"),
+        ("[tape]\ncapacity = 1\n", r"^tape.capacity: unknown key"),
+        ("capacity = 1\n", r"^capacity: unknown key"),
+        ("[dram\n", r"not valid TOML"),
+        ("[dram]\ncapacity = true\n", r"^dram.capacity: .*not a boolean \(from file"),
+        ("[dram]\ncapacity = [1]\n", r"^dram.capacity: expected a size"),
+        ("[dram.capacity]\nx = 1\n", r"^dram.capacity: expected a size"),
+    ],
+)
+def test_a_bad_file_is_told_where(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        from_file(tmp_path, text)
+
+
+def test_all_complaints_come_at_once() -> None:
+    environ = {"KVSTORE_LISTEN__TCP": "0.0.0.0:1", "KVSTORE_SSD__CAPACITY": "1GiB"}
+    with pytest.raises(ConfigError) as caught:
+        load(environ=environ)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_variables_of_container_hosts_are_none_of_ours() -> None:
+    environ = {"KVSTORE_PORT_9400_TCP_ADDR": "10.0.0.7", "KVSTORE_SERVICE_HOST": "10.0.0.7"}
+    load(environ=environ)
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+def test_a_token_or_insecure_opens_other_networks(tmp_path: Path, insecure: bool) -> None:
+    token = tmp_path / "token"
+    token.write_text("hush\nsecond line\n")
+    environ = {"KVSTORE_LISTEN__TCP": "0.0.0.0:1", "KVSTORE_LISTEN__CONTROL": "0.0.0.0:2"}
+    if insecure:
+        environ["KVSTORE_LISTEN__INSECURE"] = "true"
+    else:
+        environ["KVSTORE_AUTH__SESSION_TOKEN_FILE"] = str(token)
+        environ["KVSTORE_AUTH__CONTROL_TOKEN"] = "hush"
+    config = load(environ=environ).config
+    assert config.session_token == config.control_token == (None if insecure else "hush")
+
+
+def test_secrets_are_not_printed_and_no_flags(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("hush\n")
+    effective = load(
+        environ={
+            "KVSTORE_AUTH__SESSION_TOKEN_FILE": str(token),
+            "KVSTORE_AUTH__CONTROL_TOKEN": "hush",
+        }
+    )
+    printed = f"{effective.rows()} {effective} {effective.config.model_dump_json()}"
+    assert "hush" not in printed
+    assert str(effective.origins["auth.session_token"]) == f"file {token}"
+    with pytest.raises(ConfigError, match="cannot be given as a flag"):
+        load(flags={"auth.control_token": "hush"}, environ={})
+
+
+def test_an_impossible_secret_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environ={"KVSTORE_AUTH__CONTROL_TOKEN": "hush", "KVSTORE_DRAM__CAPACITY": "-1"})
+    assert "hush" not in str(caught.value)
+
+
+def test_every_key_can_be_set_from_the_environment() -> None:
+    for key, value, _ in load(environ={}).rows():
+        if value is None or key.startswith("auth."):
+            continue
+        name = "KVSTORE_" + key.upper().replace(".", "__")
+        effective = load(environ={name: str(value)})
+        assert str(effective.origins[key]) == f"environment {name}"
+        assert {name: found for name, found, _ in effective.rows()}[key] == value
+    assert len(sources.keys()) == len(load(environ={}).rows())
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_survive_their_plain_form(size: int) -> None:
+    assert units.parse_size(size) == units.parse_size(str(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("8 gib", 8 << 30), ("8GB", 8 * 10**9), ("1.5K", 1500), ("1Ki", 1024)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert units.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("10", 10.0), ("1h30m", 5400.0), ("2d", 172800.0), ("0.5s", 0.5), (3, 3.0)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert units.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "1y", "-1s", "1h 2x", None, True, float("nan")])
+def test_no_durations(text: object) -> None:
+    with pytest.raises(ValueError, match="duration"):
+        units.parse_duration(text)
+
+
+@given(st.text(max_size=12))
+def test_parsers_give_values_or_value_errors(text: str) -> None:
+    for parse in (units.parse_size, units.parse_rate, units.parse_duration, units.parse_share):
+        with contextlib.suppress(ValueError):
+            assert parse(text) >= 0
+    try:
+        address = units.parse_address(text)
+    except ValueError:
+        return
+    assert units.parse_address(str(address)) == address
+
+
+def test_quantities_for_people() -> None:
+    assert [units.format_size(size) for size in (0, 1023, 8 << 30, (1 << 20) * 3 // 2)] == [
+        "0 B", "1023 B", "8 GiB", "1.5 MiB",
+    ]  # fmt: skip
+    spans = (0.000018, 0.0042, 4.2, 62, 3720, 90000)
+    assert [units.format_duration(span) for span in spans] == [
+        "18us", "4.2ms", "4.2s", "1m 2s", "1h 2m", "1d 1h",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def test_json_logs_are_one_object_a_line(stream: io.StringIO) -> None:
+    logs.configure(LogSection(format="json"), stream)
+    log = structlog.get_logger("kvstore.test")
+    log.debug("not shown")
+    log.info("block stored", hash=b"\xab\xcd", size=4096)
+    logging.getLogger("elsewhere").warning("from the %s", "library")
+    try:
+        raise OSError("disk")
+    except OSError:
+        log.exception("read failed")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert lines[0]["event"] == "block stored"
+    assert lines[0]["hash"] == "abcd"
+    assert lines[0]["level"] == "info"
+    assert lines[1]["event"] == "from the library"
+    assert lines[2]["exception"][0]["exc_value"] == "disk"
+
+
+def test_console_logs_have_no_colour_when_piped(stream: io.StringIO) -> None:
+    logs.configure(LogSection(level="warning"), stream)
+    structlog.get_logger().info("quiet")
+    structlog.get_logger().warning("loud", tier="ssd")
+    assert "quiet" not in stream.getvalue()
+    assert "loud" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()

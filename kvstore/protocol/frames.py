@@ -211,6 +211,13 @@ class FrameDecoder:
             return self._break(ProtocolError("the stream ended within a frame"), [])
         return [_CLOSED]
 
+    def abort(self) -> None:
+        """Decode nothing more and forget all memory that was named."""
+        if self._error is None:
+            self._error = ProtocolError("the connection was given up")
+        self._sink = None
+        self._scratch = None
+
     def receive_into(self, views: Sequence[memoryview]) -> list[Event]:
         """Name the memory for the payload that was announced last.
 

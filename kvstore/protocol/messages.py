@@ -97,6 +97,7 @@ __all__ = [
     "error_header",
     "join_hashes",
     "parse_answer",
+    "parse_error",
     "parse_request",
     "parse_request_id",
     "release_header",

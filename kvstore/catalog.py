@@ -25,7 +25,8 @@ _MAX_FILE_BYTES = 16 << 20
 class Catalog:
     """Namespaces by fingerprint; :meth:`add` writes the file when it learns a new one.
 
-    :param path: the file, created on the first :meth:`add`; None keeps the catalog in memory.
+    Args:
+        path: the file, created on the first :meth:`add`; None keeps the catalog in memory.
     """
 
     def __init__(self, path: Path | None) -> None:

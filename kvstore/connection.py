@@ -100,7 +100,7 @@ class Connection:
             sock, self._decoder, self._on_events, self._on_closed
         )
         self._landing: Incoming | None = None
-        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[int, asyncio.Task[Reply]] = {}
         self._lingering: socket.socket | None = None
         self._refusing = False
         self._timer = self._loop.call_later(HELLO_SECONDS, self._too_slow)
@@ -176,9 +176,7 @@ class Connection:
             if type(request) is Hello:
                 self._hello(request_id, request)
                 return
-            deadline = self._loop.time() + min(
-                deadline_ms / 1000, self._reception.longest_deadline
-            )
+            deadline = self._loop.time() + min(deadline_ms / 1000, self._reception.longest_deadline)
             handled = self._open_session().handle(request, deadline)
         except Exception as error:  # noqa: BLE001 - boundary: one request's failure is its own
             self._answer_error(request_id, error)
@@ -198,25 +196,26 @@ class Connection:
     # --- waiting requests ------------------------------------------------------------------------
 
     def _wait(self, request_id: int, handled: Coroutine[Any, Any, Reply]) -> None:
-        task = self._loop.create_task(self._finish(request_id, handled))
+        task = self._loop.create_task(handled)
         self._waiting[request_id] = task
+        task.add_done_callback(lambda done: self._finished(request_id, done))
         if len(self._waiting) >= _MOST_WAITING:
             self._stream.pause_reading()
 
-    async def _finish(self, request_id: int, handled: Coroutine[Any, Any, Reply]) -> None:
-        try:
-            reply = await handled
-        except Exception as error:  # noqa: BLE001 - boundary: one request's failure is its own
-            self._no_longer_waiting(request_id)
-            self._answer_error(request_id, error)
-            return
+    def _finished(self, request_id: int, task: asyncio.Task[Reply]) -> None:
         self._no_longer_waiting(request_id)
-        self._reply(request_id, reply)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._reply(request_id, task.result())
+        else:
+            self._answer_error(request_id, error)
 
     def _no_longer_waiting(self, request_id: int) -> None:
-        if len(self._waiting) == _MOST_WAITING:
-            self._stream.resume_reading()
         self._waiting.pop(request_id, None)
+        if len(self._waiting) == _MOST_WAITING - 1 and not self._stream.closed:
+            self._stream.resume_reading()
 
     # --- outgoing ------------------------------------------------------------------------------
 
@@ -236,13 +235,13 @@ class Connection:
         if reply.used:
             self._node.index.touch(reply.used, self._node.clock())
 
-    def _answer_error(self, request_id: int, error: Exception) -> None:
+    def _answer_error(self, request_id: int, error: BaseException) -> None:
         known = self._as_known(error)
         self._metrics.errors[known.code] += 1
         if request_id:
             self._stream.send([encode(error_header(request_id, known))])
 
-    def _as_known(self, error: Exception) -> KVStoreError:
+    def _as_known(self, error: BaseException) -> KVStoreError:
         if isinstance(error, KVStoreError):
             return error
         if isinstance(error, TransportError):

@@ -32,8 +32,10 @@ class DepartureReason(StrEnum):
 class Departure(NamedTuple):
     """One block's departure.
 
-    :param when: seconds on the node's monotonic clock.
-    :param tier: the last tier that held it, ``"dram"`` or ``"ssd"``.
+    Attributes:
+        when: seconds on the node's monotonic clock.
+        tier: the last tier that held it, ``"dram"`` or ``"ssd"``.
+        reason: why it left.
     """
 
     when: float
@@ -56,9 +58,7 @@ class Departures:
     def __repr__(self) -> str:
         return f"<Departures {len(self)} of {self._capacity}, {self.forgotten} forgotten>"
 
-    def record(
-        self, namespace: bytes, shard: int, block: bytes, departure: Departure
-    ) -> None:
+    def record(self, namespace: bytes, shard: int, block: bytes, departure: Departure) -> None:
         """Remember that ``block`` left, forgetting the oldest departure if there are too many."""
         if self._capacity == 0:
             self.forgotten += 1

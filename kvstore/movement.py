@@ -48,10 +48,14 @@ _SPARE_REGIONS: Final = 2
 class Movement:
     """Promotion, demotion and reclaim between DRAM and SSD.
 
-    :param low: share of DRAM at which demotion stops.
-    :param high: share of DRAM at which it starts.
-    :param budget: bytes a second that demotion may write.
-    :param queue_depth: reads, and writes, in flight at once.
+    Args:
+        node: whose blocks.
+        ssd: the tier below.
+        low: share of DRAM at which demotion stops.
+        high: share of DRAM at which it starts.
+        budget: bytes a second that demotion may write.
+        queue_depth: reads, and writes, in flight at once.
+        region_bytes: size of a region of the SSD log.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class Movement:
         high: float,
         budget: WriteBudget,
         queue_depth: int,
+        region_bytes: int,
     ) -> None:
         self._node = node
+        self._region_bytes = region_bytes
         self._ssd = ssd
         self._low = low
         self._high = high
@@ -105,7 +111,8 @@ class Movement:
     async def promote(self, owner: str, size: int, entry: Entry) -> MissReason | None:
         """Bring a block into DRAM.
 
-        :return: None where the block is in DRAM now, else why it is a miss.
+        Returns:
+            None where the block is in DRAM now, else why it is a miss.
         """
         task = self._promotions.get(entry) or self._start_promotion(owner, size, entry)
         return await asyncio.shield(task)
@@ -133,8 +140,7 @@ class Movement:
             extent = node.allocate(owner, size, entry)
             if extent is None:
                 return "no_space"
-            source = entry.ssd
-            reason = await self._read(source, node.dram.view(extent, size)) if source else "absent"
+            reason = await self._read_entry(entry, node.dram.view(extent, size))
             if reason is None and node.holds(entry):
                 node.index.place(entry, "dram", extent)
                 node.metrics.promotions["ssd", "dram"] += 1
@@ -147,6 +153,14 @@ class Movement:
             _log.error("block corrupt", tier="ssd", hash=entry.hash.hex())
             node.drop(entry, "ssd", DepartureReason.CORRUPT)
         return reason or "absent"
+
+    async def _read_entry(self, entry: Entry, into: memoryview) -> MissReason | None:
+        while (source := entry.ssd) is not None:
+            reason = await self._read(source, into)
+            if reason is None or entry.ssd == source:
+                return reason
+            # Reclaim has moved the block to another region meanwhile.
+        return "absent"
 
     async def _read(self, extent: Extent, into: memoryview) -> MissReason | None:
         began = time.perf_counter()
@@ -197,7 +211,8 @@ class Movement:
     async def copy_down(self, entries: Iterable[Entry]) -> int:
         """Write blocks, and those of their prefixes that have no copy yet, to the SSD.
 
-        :return: how many were written; fewer where the budget, the room or the medium gave out.
+        Returns:
+            How many were written; fewer where the budget, the room or the medium gave out.
         """
         chain = self._with_ancestors(entries)
         if not chain:
@@ -272,8 +287,11 @@ class Movement:
     async def flush(self, deadline: float) -> int:
         """Write all that only DRAM holds to the SSD, most recently used first.
 
-        :param deadline: seconds on the node's clock at which to stop.
-        :return: how many blocks were written.
+        Args:
+            deadline: seconds on the node's clock at which to stop.
+
+        Returns:
+            How many blocks were written.
         """
         dirty = [
             entry
@@ -308,7 +326,7 @@ class Movement:
         residents = set(self._residents(region))
         loading = [task for entry, task in self._promotions.items() if entry in residents]
         await asyncio.gather(*loading, return_exceptions=True)
-        plan = plan_reclaim(self._residents(region), self._ssd.region_bytes)
+        plan = plan_reclaim(self._residents(region), self._region_bytes)
         for entry in plan.keep:
             await self._rewrite(entry)
         remaining = self._residents(region)
@@ -347,13 +365,12 @@ class Movement:
 
     def _give_up(self, entry: Entry) -> None:
         node, extent = self._node, entry.ssd
-        if extent is None or not node.holds(entry):
+        if extent is None or entry.pins or not node.holds(entry):
             return
         if entry.dram is None:
             node.drop(entry, "ssd", DepartureReason.SSD_RECLAIM)
             return
-        self._ssd.free(node.index.displace(entry, "ssd"))
-        node.metrics.evictions["ssd", DepartureReason.SSD_RECLAIM] += 1
+        node.forget_ssd(entry, DepartureReason.SSD_RECLAIM)
 
     # --- recovery ------------------------------------------------------------------------------
 
@@ -363,7 +380,8 @@ class Movement:
         A block whose prefix is incomplete is of no use and is freed. Of two copies of one block the
         later is kept.
 
-        :return: how many blocks are held again.
+        Returns:
+            How many blocks are held again.
         """
         latest: dict[tuple[bytes, int, bytes], tuple[Record, Extent]] = {}
         for record, extent in self._ssd.recovered():

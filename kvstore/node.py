@@ -38,8 +38,14 @@ _MOST_EVICTIONS_A_BLOCK: Final = 64
 class Node:
     """The blocks of one daemon.
 
-    :param ssd: None where there is no SSD tier.
-    :param clock: monotonic seconds.
+    Args:
+        index: says what is held.
+        dram: the memory tier.
+        ssd: None where there is no SSD tier.
+        catalog: names namespaces.
+        departures: remembers what left.
+        metrics: is counted into.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -113,12 +119,19 @@ class Node:
     ) -> tuple[bytes, Reservation | None]:
         """Reserve what is missing of a chain of blocks.
 
-        :param owner: the tenant, whose segments the blocks go to.
-        :param parent: hash of the parent of the first block.
-        :param number: the reservation's name.
-        :param most: blocks that may be reserved at most.
-        :return: a verdict for each hash, and the reservation if any block is to be filled.
-        :raises ParentAbsent: the parent of the first block is not held.
+        Args:
+            shard: where the blocks belong.
+            owner: the tenant, whose segments the blocks go to.
+            parent: hash of the parent of the first block.
+            hashes: the chain, each block the parent of the next.
+            number: the reservation's name.
+            most: blocks that may be reserved at most.
+
+        Returns:
+            A verdict for each hash, and the reservation if any block is to be filled.
+
+        Raises:
+            ParentAbsent: the parent of the first block is not held.
         """
         now = self.clock()
         verdicts = bytearray()
@@ -171,8 +184,11 @@ class Node:
     def commit(self, reservation: Reservation, positions: Sequence[int]) -> dict[int, Entry]:
         """Make filled blocks visible, as far as their parents are.
 
-        :return: the entries that became visible now, by position.
-        :raises InvalidRequest: a position is not that of a block to be filled.
+        Returns:
+            The entries that became visible now, by position.
+
+        Raises:
+            InvalidRequest: a position is not that of a block to be filled.
         """
         now = self.clock()
         ready = reservation.fill(positions)
@@ -239,7 +255,8 @@ class Node:
     def evict(self, entry: Entry, reason: DepartureReason) -> int:
         """Take an unpinned block out of DRAM.
 
-        :return: how many blocks are gone: none where the SSD has a copy, else it and all below it.
+        Returns:
+            How many blocks are gone: none where the SSD has a copy, else it and all below it.
         """
         if entry.ssd is None:
             return self.drop(entry, "dram", reason)
@@ -247,11 +264,22 @@ class Node:
         self.metrics.evictions["dram", DepartureReason.CAPACITY] += 1
         return 0
 
+    def forget_ssd(self, entry: Entry, reason: DepartureReason) -> None:
+        """Give up the SSD copy of a block that is in DRAM too."""
+        assert self.ssd is not None and entry.dram is not None
+        self.ssd.free(self.index.displace(entry, "ssd"))
+        self.metrics.evictions["ssd", reason] += 1
+
     def drop(self, entry: Entry, tier: str, reason: DepartureReason) -> int:
         """Forget a block and all below it, in all tiers.
 
-        :param tier: where it was lost from, for the record.
-        :return: how many blocks are gone.
+        Args:
+            entry: the block.
+            tier: where it was lost from, for the record.
+            reason: why.
+
+        Returns:
+            How many blocks are gone.
         """
         gone = self.index.drop(entry)
         departure = Departure(self.clock(), tier, reason)

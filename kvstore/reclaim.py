@@ -2,7 +2,7 @@
 
 A block is worth it where others hang below it, or where it was used since it was written. Writing
 again is bounded to a share of the region, so that reclaiming always gains room; beyond the bound the
-least recently used go, with all below them.
+least recently used go, with all below them. Pinned blocks are kept in any case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_reclaim(residents: Iterable[Entry], region_bytes: int) -> ReclaimPlan:
     give_up: list[Entry] = []
     for entry in by_worth:
         size = entry.shard.block_bytes
-        if entry.worth_keeping_on_ssd and size <= room:
+        if entry.pins or (entry.worth_keeping_on_ssd and size <= room):
             room -= size
             keep.append(entry)
         else:

@@ -156,7 +156,8 @@ class Session:
         handler = _HANDLERS.get(kind)
         if handler is None:
             raise InvalidRequest("the session is open already")
-        return handler(self, request)
+        handled: Handled = handler(self, request)
+        return handled
 
     def close(self) -> None:
         """Give up all leases and reservations. The client can't touch their memory any more."""
@@ -241,9 +242,7 @@ class Session:
             if tier == ABSENT:
                 metrics.miss("pending" if block in reserved else "absent")
 
-    async def _get_later(
-        self, request: Get, length: int, deadline: float, began: float
-    ) -> Reply:
+    async def _get_later(self, request: Get, length: int, deadline: float, began: float) -> Reply:
         got = await self._fetch.fetch(request.hashes, wait=request.wait, deadline=deadline)
         for reason in got.misses:
             self._node.metrics.miss(reason)

@@ -1,0 +1,229 @@
+"""What operators do to a node: pin, evict, flush and verify."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from crc32c import crc32c
+
+from kvstore.control.interface import (
+    MAX_PAGE,
+    BlockName,
+    PinReport,
+    Removal,
+    VerifyProgress,
+)
+from kvstore.departures import DepartureReason
+from kvstore.entry import Entry
+from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.movement import Movement
+from kvstore.node import Node
+from tiers.errors import CorruptBlock, TierError
+
+PINNABLE_SHARE: Final = 0.5
+"""Share of the DRAM capacity that administrators may pin."""
+
+_VERIFY_BATCH: Final = 8
+
+
+@dataclass(slots=True)
+class _Pin:
+    entries: list[Entry]
+    expires: float | None
+    timer: asyncio.TimerHandle | None
+
+
+class Administration:
+    """The acting half of the control plane.
+
+    Args:
+        node: what is acted on.
+        movement: moves blocks to SSD; None where there is no SSD.
+    """
+
+    def __init__(self, node: Node, movement: Movement | None) -> None:
+        self._node = node
+        self._movement = movement
+        self._pins: dict[BlockName, _Pin] = {}
+
+    def close(self) -> None:
+        """End all pins."""
+        for name in list(self._pins):
+            self._end_pin(name)
+
+    # --- pins ----------------------------------------------------------------------------------
+
+    async def pin(self, namespace: bytes, hash: bytes, seconds: float | None) -> PinReport:
+        """See ``ControlTarget.pin``."""
+        name = BlockName(namespace, hash)
+        entries = [entry for last in self._blocks(namespace, hash) for entry in last.path()]
+        if not entries:
+            raise InvalidRequest(f"the node does not hold block {hash.hex()}")
+        size = _bytes(entries)
+        others = sum(_bytes(pin.entries) for key, pin in self._pins.items() if key != name)
+        if size + others > PINNABLE_SHARE * self._node.dram.capacity:
+            raise OutOfSpace(
+                f"{size} bytes more would pin over {PINNABLE_SHARE:.0%} of the DRAM tier"
+            )
+        self._node.pin(entries)
+        self._end_pin(name)
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, self._end_pin, name)
+        expires = None if seconds is None else self._node.clock() + seconds
+        self._pins[name] = _Pin(entries, expires, timer)
+        return self._pin_report(name)
+
+    def _blocks(self, namespace: bytes, hash: bytes) -> list[Entry]:
+        return [
+            entry for entry in self._node.index.find(hash) if entry.shard.namespace == namespace
+        ]
+
+    def _pin_report(self, name: BlockName) -> PinReport:
+        pin = self._pins[name]
+        left = None if pin.expires is None else max(pin.expires - self._node.clock(), 0.0)
+        return PinReport(name.namespace, name.hash, len(pin.entries), _bytes(pin.entries), left)
+
+    def _end_pin(self, name: BlockName) -> list[Entry]:
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return []
+        if pin.timer is not None:
+            pin.timer.cancel()
+        self._node.unpin(pin.entries)
+        return pin.entries
+
+    async def pins(self) -> Sequence[PinReport]:
+        """See ``ControlTarget.pins``."""
+        return [self._pin_report(name) for name in list(self._pins)[:MAX_PAGE]]
+
+    async def unpin(self, namespace: bytes, hash: bytes) -> Removal:
+        """See ``ControlTarget.unpin``."""
+        entries = self._end_pin(BlockName(namespace, hash))
+        return Removal(len(entries), _bytes(entries))
+
+    # --- evict and flush -----------------------------------------------------------------------
+
+    async def evict(self, namespace: bytes, hash: bytes | None) -> Removal:
+        """See ``ControlTarget.evict``."""
+        if hash is not None:
+            entries = [one for top in self._blocks(namespace, hash) for one in top.subtree()]
+        else:
+            entries = [
+                entry
+                for shard in self._node.index.shards
+                if shard.namespace == namespace
+                for entry in shard.committed.values()
+            ]
+        return self._drop_all(entries, "dram")
+
+    def _drop_all(self, entries: Sequence[Entry], tier: str) -> Removal:
+        """Drop blocks, given parents first, but for those that are pinned or come before such."""
+        blocks = size = 0
+        for entry in reversed(entries):
+            if entry.pins or entry.first_child is not None:
+                continue
+            lost_from = tier if entry.dram is not None else "ssd"
+            blocks += self._node.drop(entry, lost_from, DepartureReason.ADMIN)
+            size += entry.shard.block_bytes
+        return Removal(blocks, size, kept=len(entries) - blocks)
+
+    async def flush(self, tier: str) -> Removal:
+        """See ``ControlTarget.flush``."""
+        if tier == "dram":
+            return await self._flush_dram()
+        if tier == "ssd" and self._node.ssd is not None:
+            return self._flush_ssd()
+        raise InvalidRequest(f"this node has no {tier} tier")
+
+    async def _flush_dram(self) -> Removal:
+        moved = 0
+        if self._movement is not None:
+            moved = await self._movement.flush(float("inf"))
+        resident = [entry for entry in self._committed() if entry.dram is not None]
+        leaving = [entry for entry in resident if entry.ssd is not None and not entry.pins]
+        for entry in leaving:
+            self._node.evict(entry, DepartureReason.ADMIN)
+        rest = [entry for entry in resident if entry.dram is not None]
+        dropped = self._drop_all(rest, "dram")
+        return Removal(
+            len(leaving) + dropped.blocks, _bytes(leaving) + dropped.bytes, moved, dropped.kept
+        )
+
+    def _flush_ssd(self) -> Removal:
+        resident = [entry for entry in self._committed() if entry.ssd is not None]
+        dropped = self._drop_all([entry for entry in resident if entry.dram is None], "ssd")
+        leaving = [entry for entry in resident if entry.dram is not None and not entry.pins]
+        for entry in leaving:
+            self._node.forget_ssd(entry, DepartureReason.ADMIN)
+        kept = len(resident) - dropped.blocks - len(leaving)
+        return Removal(dropped.blocks + len(leaving), dropped.bytes + _bytes(leaving), kept=kept)
+
+    def _committed(self) -> list[Entry]:
+        """All committed blocks, every parent before its children: the order of their commits."""
+        return [entry for shard in self._node.index.shards for entry in shard.committed.values()]
+
+    # --- verify --------------------------------------------------------------------------------
+
+    async def verify(
+        self, namespace: bytes | None, tier: str | None
+    ) -> AsyncIterator[VerifyProgress]:
+        """See ``ControlTarget.verify``."""
+        entries = [
+            entry
+            for entry in self._committed()
+            if namespace is None or entry.shard.namespace == namespace
+        ]
+        checked = size = corrupt = unreadable = 0
+        for start in range(0, len(entries), _VERIFY_BATCH):
+            batch = entries[start : start + _VERIFY_BATCH]
+            found = await asyncio.gather(*(self._verify_one(entry, tier) for entry in batch))
+            checked += len(batch)
+            size += _bytes(batch)
+            names = tuple(
+                BlockName(entry.shard.namespace, entry.hash)
+                for entry, verdict in zip(batch, found, strict=True)
+                if verdict == "corrupt"
+            )
+            corrupt += len(names)
+            unreadable += found.count("unreadable")
+            yield VerifyProgress(checked, len(entries), size, corrupt, unreadable, names)
+        yield VerifyProgress(checked, len(entries), size, corrupt, unreadable, finished=True)
+
+    async def _verify_one(self, entry: Entry, tier: str | None) -> str:
+        if entry.gone:
+            return "gone"
+        self._node.pin((entry,))
+        try:
+            verdict = await asyncio.to_thread(self._compare, entry, tier)
+        finally:
+            self._node.unpin((entry,))
+        if verdict == "corrupt" and self._node.holds(entry):
+            self._node.drop(entry, tier or "ssd", DepartureReason.CORRUPT)
+        return verdict
+
+    def _compare(self, entry: Entry, tier: str | None) -> str:
+        """Runs in a thread; the entry is pinned."""
+        dram, ssd, node = entry.dram, entry.ssd, self._node
+        try:
+            if ssd is not None and node.ssd is not None and tier in (None, "ssd"):
+                node.ssd.verify(ssd)
+        except CorruptBlock:
+            return "corrupt"
+        except TierError:
+            return "unreadable"
+        if dram is not None and tier in (None, "dram"):
+            expected = entry.checksum
+            if expected is None and ssd is not None and node.ssd is not None:
+                expected = node.ssd.checksum(ssd)
+            if expected is not None:
+                found = crc32c(node.dram.view(dram, entry.shard.block_bytes))
+                return "sound" if found == expected else "corrupt"
+        return "sound"
+
+
+def _bytes(entries: Iterable[Entry]) -> int:
+    return sum(entry.shard.block_bytes for entry in entries)

@@ -1,0 +1,242 @@
+"""The daemon: a node, its sessions, its control plane and its metrics, from start to stop.
+
+The order of starting is the order of dependence, and stopping is its reverse. After SIGTERM or
+SIGINT nothing new is accepted, what is under way finishes within the grace time, what only DRAM
+holds is written to the SSD as far as that time allows, and the SSD tier is sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Final
+
+import structlog
+import uvloop
+
+from kvstore.catalog import Catalog
+from kvstore.config import Config, SsdSection
+from kvstore.control.service import ControlServer
+from kvstore.departures import Departures
+from kvstore.errors import ConfigError, StateLocked
+from kvstore.exposition import MetricsCollector, MetricsServer
+from kvstore.index import Index
+from kvstore.inspection import Inspection
+from kvstore.metrics import Metrics
+from kvstore.movement import Movement
+from kvstore.node import Node
+from kvstore.server import Server
+from kvstore.state import StateDirectory
+from kvstore.units import Address
+from tiers import errors as tier_errors
+from tiers.budget import WriteBudget
+from tiers.dram import DramTier
+from tiers.policies import make_policy
+from tiers.ssd import SsdTier
+
+_log = structlog.get_logger(__name__)
+
+_SMALLEST_EXPECTED_BLOCK: Final = 64 << 10
+_YOUNG_OBJECTS: Final = 50_000
+
+
+class Daemon:
+    """One node and all that serves it. ``open`` and ``close`` run on one event loop.
+
+    Args:
+        config: checked already.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.incarnation = secrets.token_hex(8)
+        self.metrics = Metrics()
+        self._stack = contextlib.AsyncExitStack()
+        self.node: Node
+        self.server: Server
+        self.movement: Movement | None = None
+        self.control_url: str | None = None
+        self.metrics_url: str | None = None
+
+    async def open(self) -> None:
+        """Start everything; on an error, what was started is stopped again.
+
+        Raises:
+            StateLocked: another daemon has the state directory or the SSD tier.
+            ConfigError: a setting is impossible on this machine.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await self._open(stack)
+            except tier_errors.StateLocked as error:
+                raise StateLocked.held(str(error.path), error.pid) from error
+            except tier_errors.TierError as error:
+                raise ConfigError(str(error)) from error
+            self._stack = stack.pop_all()
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        config = self.config
+        state = StateDirectory(config.node.state_directory)
+        state.open()
+        stack.callback(state.close)
+        catalog = Catalog(config.node.state_directory / "namespaces.msgpack")
+        catalog.open()
+        dram = self._dram()
+        dram.open()
+        stack.callback(dram.close)
+        ssd = await self._open_ssd(stack)
+        policy = make_policy(
+            config.policy.dram, max(config.dram.capacity // _SMALLEST_EXPECTED_BLOCK, 1)
+        )
+        self.node = Node(
+            index=Index(policy),
+            dram=dram,
+            ssd=ssd,
+            catalog=catalog,
+            departures=Departures(config.policy.departures),
+            metrics=self.metrics,
+        )
+        if ssd is not None:
+            self._open_movement(stack, ssd)
+        self.server = Server(self.node, self.movement, config, self.incarnation)
+        self.server.open()
+        stack.push_async_callback(self.server.close, 0.0)
+        await self._open_operators(stack)
+
+    def _dram(self) -> DramTier:
+        section = self.config.dram
+        return DramTier(
+            section.capacity,
+            segment_bytes=min(section.segment, section.capacity),
+            huge_pages=section.huge_pages,
+            prefault=section.prefault,
+        )
+
+    async def _open_ssd(self, stack: contextlib.AsyncExitStack) -> SsdTier | None:
+        section: SsdSection = self.config.ssd
+        if not section.capacity or section.directory is None:
+            return None
+        ssd = SsdTier(
+            section.directory,
+            section.capacity,
+            region_bytes=section.region,
+            queue_depth=section.queue_depth,
+        )
+        await asyncio.to_thread(ssd.open)
+        stack.push_async_callback(asyncio.to_thread, ssd.close)
+        return ssd
+
+    def _open_movement(self, stack: contextlib.AsyncExitStack, ssd: SsdTier) -> None:
+        policy, section = self.config.policy, self.config.ssd
+        self.movement = Movement(
+            self.node,
+            ssd,
+            low=policy.low_watermark,
+            high=policy.high_watermark,
+            budget=WriteBudget(section.write_budget),
+            queue_depth=section.queue_depth,
+            region_bytes=section.region,
+        )
+        began = time.monotonic()
+        held = self.movement.recover()
+        _log.info("ssd recovered", blocks=held, seconds=round(time.monotonic() - began, 3))
+        self.movement.open()
+        stack.push_async_callback(self.movement.close)
+
+    async def _open_operators(self, stack: contextlib.AsyncExitStack) -> None:
+        config = self.config
+        inspection = Inspection(self.node, self.movement, self.server, config, self.incarnation)
+        stack.callback(inspection.close)
+        if config.listen.control is not None:
+            control = ControlServer(
+                inspection,
+                config.listen.control,
+                token=config.control_token,
+                on_fault=self._count_fault,
+            )
+            await _listen("listen.control", config.listen.control, control)
+            stack.push_async_callback(control.close)
+            self.control_url = f"http://{control.address}"
+        if config.listen.metrics is not None:
+            labels = {"node": config.node.name, "version": version("tiered-kvstore")}
+            collector = MetricsCollector(self.metrics, labels, inspection.refresh)
+            exporter = MetricsServer(collector, config.listen.metrics)
+            await _listen("listen.metrics", config.listen.metrics, exporter)
+            stack.push_async_callback(exporter.close)
+            self.metrics_url = f"http://{exporter.address}/metrics"
+        inspection.urls = tuple(
+            url for url in (*self.server.urls, self.control_url, self.metrics_url) if url
+        )
+
+    def _count_fault(self) -> None:
+        self.metrics.internal_errors += 1
+
+    async def close(self) -> None:
+        """Stop everything, in an orderly way within the grace time."""
+        began = self.node.clock()
+        grace = self.config.node.grace
+        await self.server.close(grace)
+        if self.movement is not None:
+            written = await self.movement.flush(began + grace)
+            _log.info("dram flushed to ssd", blocks=written)
+        await self._stack.aclose()
+
+
+async def _listen(key: str, address: Address, service: ControlServer | MetricsServer) -> None:
+    try:
+        await service.start()
+    except OSError as error:
+        raise ConfigError(f"{key} {address}: {error.strerror or error}") from error
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Daemon]:
+    """A daemon for the time of the block, on the running loop."""
+    daemon = Daemon(config)
+    await daemon.open()
+    try:
+        yield daemon
+    finally:
+        await daemon.close()
+
+
+async def _serve(config: Config) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running(config) as daemon:
+        _log.info(
+            "serving",
+            node=config.node.name,
+            pid=os.getpid(),
+            incarnation=daemon.incarnation,
+            listens=[*daemon.server.urls, daemon.control_url, daemon.metrics_url],
+        )
+        # A full collection looks at every entry of the index, a pause that grows with the cache.
+        gc.freeze()
+        gc.set_threshold(_YOUNG_OBJECTS, 20, 1000)
+        await stop.wait()
+        _log.info("stopping", grace_seconds=config.node.grace)
+    _log.info("stopped")
+    return 0
+
+
+def serve(config: Config) -> int:
+    """Run a daemon until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0 after an orderly stop.
+
+    Raises:
+        StateLocked: another daemon has the state directory.
+        ConfigError: a setting is impossible on this machine.
+    """
+    return uvloop.run(_serve(config))

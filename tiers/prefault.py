@@ -43,7 +43,8 @@ class Prefaulter:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Segment, int]] = deque()
         self._busy: dict[threading.Thread, Segment] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: list[threading.Thread] = []
+        self._running = 0
         self._done: dict[int, int] = {}
         self._closed = False
         self.failure: str | None = None
@@ -69,10 +70,12 @@ class Prefaulter:
                 return
             self._done[segment.number] = 0
             self._waiting.extend((segment, start) for start in range(0, segment.size, CHUNK))
-            while len(self._threads) < min(self._most, len(self._waiting)):
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while self._running < min(self._most, len(self._waiting)):
                 thread = threading.Thread(target=self._work, name="kvstore-prefault", daemon=True)
-                self._threads.add(thread)
                 thread.start()
+                self._threads.append(thread)
+                self._running += 1
 
     def remove(self, segment: Segment) -> None:
         """Leave a segment alone from now on; no thread touches it once this returns."""
@@ -118,7 +121,7 @@ class Prefaulter:
     def _next(self, me: threading.Thread) -> tuple[Segment, int] | None:
         with self._changed:
             if not self._waiting:
-                self._threads.discard(me)
+                self._running -= 1
                 return None
             job = self._waiting.popleft()
             self._busy[me] = job[0]

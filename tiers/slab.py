@@ -262,13 +262,18 @@ class SlabAllocator:
 
     def _room(self, owner: str, least: int, wanted: int) -> Space | None:
         """The segment to cut a slab from: ``wanted`` units in a row, or else ``least``."""
+        self._sweep()
         return (
             self._own_room(owner, wanted)
-            or self._swept_room(owner, wanted)
             or self._claim(owner, least)
             or self._longest_room(owner, least)
             or self._conquer(owner, least)
         )
+
+    def _sweep(self) -> None:
+        """Give up all empty slabs: cutting between them would break up the room they leave."""
+        for slab in list(self._idle):
+            self._release(slab)
 
     def _own_room(self, owner: str, units: int) -> Space | None:
         for space in self._owned.get(owner, ()):
@@ -280,14 +285,6 @@ class SlabAllocator:
         candidates = [space for space in self._owned.get(owner, ()) if not space.retiring]
         best = max(candidates, key=Space.longest, default=None)
         return best if best is not None and best.longest() >= least else None
-
-    def _swept_room(self, owner: str, units: int) -> Space | None:
-        """Give up all empty slabs and look again."""
-        if not self._idle:
-            return None
-        for slab in list(self._idle):
-            self._release(slab)
-        return self._own_room(owner, units)
 
     def _claim(self, owner: str, least: int) -> Space | None:
         for space in self._unowned:

@@ -181,6 +181,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001 - boundary: one request's failure is its own
             self._answer_error(request_id, error)
             return
+        self._metrics.requests[type(request).__name__.lower()] += 1
         if type(handled) is Reply:
             self._reply(request_id, handled)
         else:

@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from typing import Final
 
@@ -207,7 +207,7 @@ async def running(config: Config) -> AsyncIterator[Daemon]:
         await daemon.close()
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -223,14 +223,19 @@ async def _serve(config: Config) -> int:
         # A full collection looks at every entry of the index, a pause that grows with the cache.
         gc.freeze()
         gc.set_threshold(_YOUNG_OBJECTS, 20, 1000)
+        on_ready()
         await stop.wait()
         _log.info("stopping", grace_seconds=config.node.grace)
     _log.info("stopped")
     return 0
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, on_ready: Callable[[], object] = lambda: None) -> int:
     """Run a daemon until SIGTERM or SIGINT.
+
+    Args:
+        config: checked already.
+        on_ready: called once when clients can connect.
 
     Returns:
         The exit status: 0 after an orderly stop.
@@ -239,4 +244,4 @@ def serve(config: Config) -> int:
         StateLocked: another daemon has the state directory.
         ConfigError: a setting is impossible on this machine.
     """
-    return uvloop.run(_serve(config))
+    return uvloop.run(_serve(config, on_ready))

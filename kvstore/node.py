@@ -244,7 +244,7 @@ class Node:
             extent = self.dram.reserve(owner, size, tag)
             if extent is not None:
                 return extent
-        for crowd in self.dram.crowding(owner, size):
+        for crowd in self.dram.crowding(owner, size, _is_unpinned):
             if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
                 self.evict(crowd, self._pressure_reason())
         return self.dram.reserve(owner, size, tag)
@@ -266,7 +266,8 @@ class Node:
 
     def forget_ssd(self, entry: Entry, reason: DepartureReason) -> None:
         """Give up the SSD copy of a block that is in DRAM too."""
-        assert self.ssd is not None and entry.dram is not None
+        assert self.ssd is not None
+        assert entry.dram is not None
         self.ssd.free(self.index.displace(entry, "ssd"))
         self.metrics.evictions["ssd", reason] += 1
 
@@ -299,3 +300,7 @@ class Node:
         if entry.ssd is not None and self.ssd is not None:
             self.ssd.free(entry.ssd)
             entry.ssd = None
+
+
+def _is_unpinned(tag: object) -> bool:
+    return isinstance(tag, Entry) and not tag.pins

@@ -168,7 +168,8 @@ def error_header(request_id: int, error: KVStoreError) -> list[object]:
         request_id: the request that failed; 0 for the whole connection, which is then closed.
         error: what went wrong; its text is cut at 2,000 characters.
     """
-    return [request_id, 1, error.code, str(error)[:_MAX_MESSAGE], error.retry]
+    message = str(error)[:_MAX_MESSAGE].encode(errors="replace").decode()
+    return [request_id, 1, error.code, message, error.retry]
 
 
 def parse_request_id(header: Sequence[object]) -> int:

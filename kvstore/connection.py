@@ -141,7 +141,7 @@ class Connection:
             elif type(event) is Broken:
                 self._fail(event.error)
             elif type(event) is Closed:
-                return
+                self._on_closed(None)
 
     def _on_header(self, header: list[object], payload_length: int) -> Sequence[Event]:
         try:

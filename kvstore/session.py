@@ -50,6 +50,7 @@ from kvstore.protocol.messages import (
     WriteAnswer,
 )
 from kvstore.reservation import Reservation
+from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
 from rdma.transport import NodeTransport
 from tiers.errors import BadExtent
@@ -261,13 +262,17 @@ class Session:
         """Answer a get. ``found`` is what it returns: pinned, and in DRAM."""
         if self._held + len(found) > self._most_blocks:
             self._cut(found, tiers)
+        places: list[int] = [entry.dram + request.offset for entry in found]  # type: ignore[operator]
+        try:
+            delivery = at_once(self.transport.push(places, length, request.destinations, deadline))
+        except TransportError:
+            self._node.unpin(found)
+            raise
         metrics = self._node.metrics
         for code, tier in _TIERS:
             if count := tiers.count(code):
                 metrics.hit(tier, count)
         metrics.moved(self.transport.name, "out", len(found) * length)
-        places: list[int] = [entry.dram + request.offset for entry in found]  # type: ignore[operator]
-        delivery = at_once(self.transport.push(places, length, request.destinations, deadline))
         lease = self._lease(found) if found and delivery.holds else 0
         reply = Reply(
             GetAnswer(lease, bytes(tiers), delivery.locations),

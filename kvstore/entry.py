@@ -49,7 +49,7 @@ class Entry(Link):
         shard: the shard it belongs to.
         dram: extent in the DRAM tier, or None.
         ssd: extent in the SSD tier, or None.
-        pins: readers and writers that need its extents to stay.
+        pins: readers and writers that need its extents to stay; changed by `Index.pin`, `unpin`.
         state: bits: `IN_DRAM`, `IN_SSD`, `COMMITTED`, `USED` (since it was written to SSD), `GONE`
             (dropped or aborted). Neither committed nor gone means reserved.
         created: when it was reserved, seconds on the caller's clock.

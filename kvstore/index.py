@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter
 from typing import Final, Literal
 
 from kvstore.entry import COMMITTED, GONE, IN_DRAM, IN_SSD, TIER_CODES, USED, Entry, ShardIndex
 from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT
-from tiers.links import ASIDE, HELD
+from tiers.links import HELD, PARKED
 from tiers.policy import Policy
 
 TierName = Literal["dram", "ssd"]
 
-_STATE_OF: Final = attrgetter("state")
 _NOTHING: Final = Entry(ShardIndex(b"", 0, 0), b"", None, 0.0)
 
 
@@ -49,8 +47,6 @@ class Index:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._shards: dict[tuple[bytes, int], ShardIndex] = {}
-        self._owned: dict[object, dict[Entry, None]] = {}
-        self._owners: dict[Entry, object] = {}
 
     # Shards
 
@@ -109,9 +105,7 @@ class Index:
 
     # Coming
 
-    def reserve(
-        self, shard: ShardIndex, hash: bytes, parent_hash: bytes, now: float, owner: object = None
-    ) -> Entry:
+    def reserve(self, shard: ShardIndex, hash: bytes, parent_hash: bytes, now: float) -> Entry:
         """Announce a block that is about to be written. It isn't served before `commit`.
 
         Args:
@@ -120,7 +114,6 @@ class Index:
             parent_hash: hash of the block before it, which is held or reserved; `ROOT_PARENT` for
                 the first of a prompt.
             now: seconds on the caller's clock.
-            owner: who writes it; see `abort_all`.
 
         Raises:
             ParentAbsent: no block has the hash `parent_hash`.
@@ -138,8 +131,6 @@ class Index:
         if parent is not None:
             _adopt(parent, entry)
         shard.reserved[hash] = entry
-        self._owners[entry] = owner
-        self._owned.setdefault(owner, {})[entry] = None
         return entry
 
     def commit(self, entries: Sequence[Entry], now: float) -> None:
@@ -170,7 +161,6 @@ class Index:
         shard.committed[entry.hash] = entry
         entry.state |= COMMITTED
         entry.last_use = now
-        self._disown(entry)
 
     def abort(self, entry: Entry) -> list[Entry]:
         """Take a reservation back, and those of the blocks that were to follow it.
@@ -184,33 +174,6 @@ class Index:
         if not entry.reserved:
             raise ValueError(f"{entry!r} is not reserved")
         return self.drop(entry)
-
-    def reservations(self, owner: object) -> list[Entry]:
-        """What `owner` has reserved and not yet committed, oldest first."""
-        return list(self._owned.get(owner, ()))
-
-    def owner(self, entry: Entry) -> object:
-        """Who writes a reserved entry; None if nobody in particular, or if it isn't reserved."""
-        return self._owners.get(entry)
-
-    def abort_all(self, owner: object) -> list[Entry]:
-        """Take back all that `owner` has reserved: its session has ended.
-
-        Returns:
-            What `drop` returns, for all of them.
-        """
-        gone: list[Entry] = []
-        for entry in self.reservations(owner):
-            if entry.reserved:
-                gone += self.drop(entry)
-        return gone
-
-    def _disown(self, entry: Entry) -> None:
-        owner = self._owners.pop(entry)
-        owned = self._owned[owner]
-        del owned[entry]
-        if not owned:
-            del self._owned[owner]
 
     # Being somewhere
 
@@ -253,7 +216,7 @@ class Index:
         Raises:
             ValueError: it has no extent there.
         """
-        if not entry.state & _BITS[tier]:
+        if not entry.state & _BITS[tier] or entry.state & GONE:
             raise ValueError(f"{entry!r} is not in {tier}")
         entry.state &= ~_BITS[tier]
         if tier == "dram":
@@ -276,7 +239,7 @@ class Index:
         Raises:
             ValueError: it has no extent there.
         """
-        if not entry.state & _BITS[tier]:
+        if not entry.state & _BITS[tier] or entry.state & GONE:
             raise ValueError(f"{entry!r} is not in {tier}")
         if tier == "dram":
             old, entry.dram = entry.dram, extent
@@ -311,7 +274,7 @@ class Index:
         for entry in entries:
             entry.pins -= 1
             if not entry.pins:
-                if entry.queue & ASIDE:
+                if entry.queue & PARKED:
                     self.policy.release(entry)
                 elif entry.state & GONE:
                     free.append(entry)
@@ -327,17 +290,23 @@ class Index:
         goes, so a scan costs no more than the entries it yields plus those newly set aside.
 
         The caller may do anything between two steps. What it leaves as it is isn't offered again
-        by this scan.
+        by this scan; a parent that it frees by dropping the last child comes next.
         """
-        policy = self.policy
-        for item in policy.victims(held=parents):
+        for item in self.policy.victims(held=parents):
             assert isinstance(item, Entry)
-            if item.pins:
-                policy.park(item)
-            elif not parents and item.first_child is not None and not item.state & IN_SSD:
-                policy.hold(item)
-            else:
+            if not self._set_aside(item, parents):
                 yield item
+                if item.queue:
+                    self._set_aside(item, parents)
+
+    def _set_aside(self, entry: Entry, parents: bool) -> bool:
+        if entry.pins:
+            self.policy.park(entry)
+            return True
+        if not parents and entry.first_child is not None and not entry.state & IN_SSD:
+            self.policy.hold(entry)
+            return True
+        return False
 
     def drop(self, entry: Entry, *, evicted: bool = True) -> list[Entry]:
         """Remove an entry and all its descendants, reserved ones included.
@@ -358,13 +327,13 @@ class Index:
             raise ValueError(f"{entry!r} is gone already")
         parent = entry.parent
         if parent is not None:
-            _disown_child(parent, entry)
-            if parent.first_child is None and parent.queue & HELD:
-                self.policy.release(parent)
+            _part(parent, entry)
         gone = entry.subtree()
         gone.reverse()
         for one in gone:
             self._remove(one, evicted)
+        if parent is not None and parent.first_child is None and parent.queue & HELD:
+            self.policy.release(parent)
         return gone
 
     def _remove(self, entry: Entry, evicted: bool) -> None:
@@ -375,7 +344,6 @@ class Index:
             del shard.committed[entry.hash]
         else:
             del shard.reserved[entry.hash]
-            self._disown(entry)
         shard.in_dram -= bool(entry.state & IN_DRAM)
         shard.in_ssd -= bool(entry.state & IN_SSD)
         entry.state = (entry.state & ~COMMITTED) | GONE
@@ -387,7 +355,7 @@ _BITS: Final[dict[TierName, int]] = {"dram": IN_DRAM, "ssd": IN_SSD}
 
 def _codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
     entries = map(shard.committed.get, hashes, repeat(_NOTHING))
-    return bytes(map(_STATE_OF, entries)).translate(TIER_CODES)
+    return bytes([entry.state for entry in entries]).translate(TIER_CODES)
 
 
 def _prefix_codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
@@ -404,7 +372,7 @@ def _adopt(parent: Entry, child: Entry) -> None:
     parent.first_child = child
 
 
-def _disown_child(parent: Entry, child: Entry) -> None:
+def _part(parent: Entry, child: Entry) -> None:
     before, after = child.previous_sibling, child.next_sibling
     if before is None:
         parent.first_child = after

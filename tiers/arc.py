@@ -10,6 +10,7 @@ REPLACE is the choice that `victims` makes, and the ghosts are trimmed as items 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import ClassVar
 
@@ -28,8 +29,8 @@ class Arc(Policy):
     def __init__(self, capacity: int) -> None:
         self._once = Queue(_ONCE)
         self._again = Queue(_AGAIN)
-        self._once_ghosts: dict[Hashable, None] = {}
-        self._again_ghosts: dict[Hashable, None] = {}
+        self._once_ghosts: OrderedDict[Hashable, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[Hashable, None] = OrderedDict()
         self.target = 0.0
         super().__init__(capacity)
 
@@ -94,6 +95,6 @@ class Arc(Policy):
 
     def _trim(self) -> None:
         while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self.capacity:
-            del self._once_ghosts[next(iter(self._once_ghosts))]
+            self._once_ghosts.popitem(last=False)
         while self._again_ghosts and len(self) + self.ghosts > 2 * self.capacity:
-            del self._again_ghosts[next(iter(self._again_ghosts))]
+            self._again_ghosts.popitem(last=False)

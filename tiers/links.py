@@ -118,16 +118,22 @@ class Queue:
         item.queue = self.code | PARKED
 
     def release(self, item: Link) -> None:
-        """Put an item that was set aside back at the cold end, where it was found."""
+        """Put an item that was set aside back at the cold end, where it was found.
+
+        A scan that has left nothing behind itself sees it next.
+        """
         unlink(item)
-        link_after(self.line, item)
+        place = self.line
+        while place.next.queue == _CURSOR and place.next is not self.line:
+            place = place.next
+        link_after(place, item)
         item.queue = self.code
 
     def scan(self, held: bool) -> Iterator[Link]:
         """Items from the coldest on; with `held`, those set aside by `hold` come first.
 
         Anything may happen to the queue between two steps. An item that stays where it was is not
-        seen again; one that is put back behind the scan is left for the next.
+        seen again.
         """
         if held:
             yield from _walk(self._held)

@@ -1,9 +1,8 @@
 """A stream socket under an event loop: the edge between a sans-I/O decoder and the kernel.
 
 Bytes are received straight into the memory that the decoder names, and sent straight from the
-memory that the caller gives; nothing is copied in between. One stream serves a bounded number of
-bytes each time its socket is ready, so that many share a loop fairly. Who does not read what it
-asked for is not served further: reading stops while too much waits to be sent.
+memory that the caller gives; nothing is copied in between. One stream reads a bounded number of
+bytes each time its socket is ready, so that many share a loop fairly.
 
 Works with asyncio's own loop and with uvloop.
 """
@@ -95,7 +94,11 @@ class SocketStream(Generic[E]):
             if it broke, with ``None`` when :meth:`finish` is through. The socket is closed by
             then. The peer's end is no such case: it reaches the owner as the decoder's event, and
             the owner may still send before it finishes or closes.
-        high_water: bytes waiting to be sent above which reading stops; it goes on below half.
+        high_water: bytes waiting to be sent above which the stream is not ``writable``, until
+            it is below half of that.
+        serves: whether reading stops while the stream is not writable, so that who does not
+            read its answers is not served further. One side of a connection only: were both to
+            stop, each would wait for the other, so a client passes ``False``.
         loop: the event loop; the running one if not given.
 
     Attributes:
@@ -111,6 +114,7 @@ class SocketStream(Generic[E]):
         on_closed: Callable[[Exception | None], None],
         *,
         high_water: int = 8 << 20,
+        serves: bool = True,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         sock.setblocking(False)
@@ -123,6 +127,7 @@ class SocketStream(Generic[E]):
         self._on_events = on_events
         self._on_closed = on_closed
         self._high_water = high_water
+        self._serves = serves
         self._queue: deque[_Outgoing] = deque()
         self._queued = 0
         self._flushing = False
@@ -154,7 +159,7 @@ class SocketStream(Generic[E]):
     def _update_reading(self) -> None:
         wanted = (
             self._wants_reading
-            and not self._congested
+            and not (self._serves and self._congested)
             and not (self._ended or self._finishing or self._closed)
         )
         if wanted and not self._reading:

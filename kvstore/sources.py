@@ -67,6 +67,7 @@ def load(
     path: Path | None = None,
     *,
     flags: Mapping[str, object] | None = None,
+    flag_names: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Effective:
     """The effective configuration.
@@ -75,6 +76,7 @@ def load(
         path: the TOML file; without it ``$KVSTORE_CONFIG``, else ``/etc/kvstore/kvstore.toml`` if
             that exists. A file that was named must exist.
         flags: values given on the command line, by ``section.key``; None values are not given.
+        flag_names: how the flags were spelled, by key; ``--set key`` where it is not here.
         environ: the environment, by default the process's.
 
     Raises:
@@ -89,13 +91,13 @@ def load(
             raise ConfigError(f"{key}: a secret cannot be given as a flag, use {key}_file")
     _take(values, origins, *_file(path, environ))
     _take(values, origins, *_environment(environ))
-    _take(values, origins, given, {key: Origin("flag", _flag(key)) for key in given})
+    _take(values, origins, given, _flag_origins(given, flag_names or {}))
     _read_tokens(values, origins)
     return _build(values, origins)
 
 
-def _flag(key: str) -> str:
-    return f"--set {key}"
+def _flag_origins(keys_given: Iterable[str], names: Mapping[str, str]) -> dict[str, Origin]:
+    return {key: Origin("flag", names.get(key, f"--set {key}")) for key in keys_given}
 
 
 def _take(

@@ -1,6 +1,7 @@
 """The control plane seen from the other end: a ``ControlTarget`` that asks a node over gRPC."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -185,7 +186,8 @@ class ControlClient:
         except (StreamTerminatedError, ProtocolError) as error:
             raise Unavailable(f"the node at {self._address} closed the connection") from error
         except OSError as error:
-            raise Unavailable(f"nothing answers at {self._address}: {error.strerror}") from error
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise Unavailable(f"nothing answers at {self._address}: {why}") from error
 
 
 def _from_status(error: GRPCError) -> KVStoreError:

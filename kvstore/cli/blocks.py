@@ -1,0 +1,282 @@
+"""``ls``, ``inspect``, ``match`` and ``explain``: which blocks are held, and why others are not."""
+
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, Tier, Timeout, ask
+from kvstore.cli.output import console, print_json, short, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from kvstore.control.client import ControlClient
+    from kvstore.control.interface import BlockPage, BlockReport, Explanation, MatchReport
+
+Hashes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[HASH]...",
+        help="Hashes, root first (64 hex digits, or 8 or more that are unique); or @FILE.",
+        show_default=False,
+    ),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", "-t", help="Token ids instead: 1,2,3 or @FILE or - for stdin."),
+]
+Lora = Annotated[
+    str | None, typer.Option("--lora", help="LoRA adapter that the tokens ran through.")
+]
+Salt = Annotated[str | None, typer.Option("--cache-salt", help="Cache salt of the requests.")]
+
+_ENDINGS: Final = {
+    "complete": "The whole prefix is held.",
+    "never_stored": "Nobody has stored the next block.",
+    "forgotten": "The next block was never stored, or left so long ago that the node forgot.",
+    "pending": "The next block is being written now.",
+    "corrupt": "The next block did not match its checksum and was dropped.",
+    "node_gone": "The node that held the next block left the cluster.",
+}
+_REASONS: Final = {
+    "capacity": "to make room",
+    "ssd_busy": "to make room, before the SSD tier had taken a copy: it could not keep up",
+    "ssd_reclaim": "when its region of the SSD log was reclaimed",
+    "corrupt": "because it did not match its checksum",
+    "medium_failed": "because its medium could not be read",
+    "admin": "because an operator evicted it",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command()(ls)
+    app.command()(inspect)
+    app.command()(match)
+    app.command()(explain)
+
+
+def ls(
+    namespace: Namespace = None,
+    tier: Tier = None,
+    shard: Annotated[int | None, typer.Option("--shard", min=0, help="Only this shard.")] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=1000, help="Blocks in one page.")
+    ] = 100,
+    cursor: Annotated[str, typer.Option("--cursor", help="Go on where a page ended.")] = "",
+    everything: Annotated[bool, typer.Option("--all", "-a", help="All pages.")] = False,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """List blocks, page by page.
+
+    With --json, prints one object a page.
+    """
+    from kvstore.cli.naming import find_namespace
+    from kvstore.control.interface import BlockQuery
+
+    try:
+        position = bytes.fromhex(cursor)
+    except ValueError as error:
+        raise typer.BadParameter(f"{cursor!r} is no cursor", param_hint="--cursor") from error
+
+    async def pages(node: "ControlClient") -> None:
+        chosen = (await find_namespace(node, namespace)).fingerprint if namespace else None
+        at = position
+        while True:
+            page = await node.list_blocks(BlockQuery(chosen, shard, tier, at, limit))
+            _print_page(page, as_json=as_json, last=not everything)
+            at = page.cursor
+            if not (everything and at):
+                return
+
+    ask(Remote(control, config, timeout), pages)
+
+
+def _print_page(page: "BlockPage", *, as_json: bool, last: bool) -> None:
+    if as_json:
+        print_json(page)
+        return
+    console().print(block_table(page.blocks))
+    if page.cursor and last:
+        console(errors=True).print(f"More blocks: --all, or --cursor {page.cursor.hex()}")
+
+
+def block_table(blocks: "Sequence[BlockReport]") -> "Table":
+    """A table of blocks."""
+    from kvstore.units import format_duration, format_size
+
+    rows = [
+        (
+            short(block.namespace)[:8],
+            block.shard,
+            short(block.hash),
+            "root" if not any(block.parent) else short(block.parent),
+            "+".join(block.tiers) if block.state == "committed" else block.state,
+            format_size(block.size),
+            block.children,
+            block.pins,
+            format_duration(block.age),
+            format_duration(block.idle),
+            "-" if block.checksum is None else f"{block.checksum:08x}",
+        )
+        for block in blocks
+    ]
+    columns = (
+        "NAMESPACE", ">SHARD", "HASH", "PARENT", "TIERS", ">SIZE", ">CHILDREN", ">PINS", ">AGE",
+        ">IDLE", "CRC32C",
+    )  # fmt: skip
+    return table(columns, rows)
+
+
+def inspect(
+    block: Annotated[str, typer.Argument(metavar="HASH", help="The block's hash, in hex.")],
+    prefix: Annotated[
+        bool, typer.Option("--prefix", "-p", help="Also the blocks before it, root first.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=1000, help="Blocks at most, the last ones.")
+    ] = 1000,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Show a block: its tiers, size, parent, children, age, last use, pins and checksum.
+
+    Exit status 1 if the node does not hold it.
+    """
+    from kvstore.cli.naming import find_block
+
+    async def question(node: "ControlClient") -> "Sequence[BlockReport]":
+        name = await find_block(node, block, namespace)
+        return await node.inspect(name.namespace, name.hash, prefix=prefix, limit=limit)
+
+    found = ask(Remote(control, config, timeout), question)
+    if as_json:
+        print_json(found)
+    elif found:
+        console().print(block_table(found))
+    else:
+        console(errors=True).print("The node does not hold this block; `kvstore explain` says why.")
+    if not found:
+        raise typer.Exit(1)
+
+
+def match(
+    hashes: Hashes = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    salt: Salt = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Show how far a prefix reaches, and in which tier each of its blocks is.
+
+    Exit status 1 unless all of it is held.
+    """
+    from kvstore.cli.naming import Prefix
+
+    prefix = Prefix(hashes or [], tokens, lora, salt)
+
+    async def question(node: "ControlClient") -> "tuple[MatchReport, list[bytes], int]":
+        where, wanted, block_tokens = await prefix.find(node, namespace)
+        return await node.match(where.fingerprint, wanted), wanted, block_tokens
+
+    report, wanted, block_tokens = ask(Remote(control, config, timeout), question)
+    if as_json:
+        held = [
+            {"hash": one, "tier": tier} for one, tier in zip(wanted, report.tiers, strict=False)
+        ]
+        print_json(
+            {
+                "asked": report.asked,
+                "blocks": report.blocks,
+                "tokens": report.blocks * block_tokens,
+                "held": held,
+            }
+        )
+    else:
+        screen = console()
+        rows = [(start, end, tier, short(wanted[end])) for start, end, tier in runs(report.tiers)]
+        if rows:
+            screen.print(table((">FROM", ">TO", "TIER", "LAST HASH"), rows))
+        text = f"{report.blocks} of {report.asked} blocks are held"
+        screen.print(text + (f" ({report.blocks * block_tokens} tokens)" if block_tokens else ""))
+    if report.blocks < report.asked:
+        raise typer.Exit(1)
+
+
+def runs(tiers: "Sequence[str]") -> list[tuple[int, int, str]]:
+    """First index, last index and tier of each run of equal tiers."""
+    found: list[tuple[int, int, str]] = []
+    for index, tier in enumerate(tiers):
+        if found and found[-1][2] == tier:
+            found[-1] = (found[-1][0], index, tier)
+        else:
+            found.append((index, index, tier))
+    return found
+
+
+def explain(
+    hashes: Hashes = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    salt: Salt = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Say why a prefix ends where it does.
+
+    Never stored, evicted (when, from which tier, why), corrupt, still being written, or held only
+    in a namespace that differs in some field. Exit status 1 unless all of it is held.
+    """
+    from kvstore.cli.naming import Prefix
+
+    prefix = Prefix(hashes or [], tokens, lora, salt)
+
+    async def question(node: "ControlClient") -> "Explanation":
+        where, wanted, _ = await prefix.find(node, namespace)
+        return await node.explain(where.fingerprint, wanted)
+
+    found = ask(Remote(control, config, timeout), question)
+    if as_json:
+        print_json(found)
+    else:
+        screen = console()
+        screen.print(f"{found.blocks} of {found.asked} blocks are held.", soft_wrap=True)
+        screen.print(sentence(found), soft_wrap=True)
+        if found.hash:
+            screen.print(f"The first block that is not held is {found.hash.hex()}.", soft_wrap=True)
+    if found.blocks < found.asked:
+        raise typer.Exit(1)
+
+
+def sentence(found: "Explanation") -> str:
+    """What an explanation says, for people."""
+    from kvstore.units import format_duration
+
+    if found.ending == "departed":
+        ago = f" {format_duration(found.ago)} ago" if found.ago is not None else ""
+        reason = _REASONS.get(found.reason, found.reason)
+        return f"The next block left the {found.tier} tier{ago}, {reason}."
+    if found.ending == "shard_absent":
+        return f"The next block is held by some shards, but not by shard {found.shard}."
+    if found.ending == "other_namespace":
+        fields = "; ".join(found.differences)
+        return (
+            f"The next block is held only in namespace {short(found.nearest)}, which differs: "
+            f"{fields}."
+        )
+    return _ENDINGS[found.ending]

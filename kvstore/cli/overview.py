@@ -1,0 +1,127 @@
+"""``status``, ``namespaces`` and ``top``: how the node does as a whole."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstore.cli.options import AsJson, ConfigFile, Control, Remote, Timeout, ask
+from kvstore.cli.output import console, print_json, share, short, state, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from kvstore.control.interface import TierReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command()(status)
+    app.command()(namespaces)
+    app.command()(top)
+
+
+def status(
+    as_json: AsJson = False, control: Control = None, config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:  # fmt: skip
+    """Show who the node is, what it holds and how full its tiers are."""
+    from kvstore.units import format_duration
+
+    found = ask(Remote(control, config, timeout), lambda node: node.status())
+    if as_json:
+        print_json(found)
+        return
+    facts = [
+        ("state", state(found.state, good=found.state == "serving")),
+        ("incarnation", found.incarnation),
+        ("version", found.version),
+        ("process", found.pid),
+        ("up", format_duration(found.uptime)),
+        ("listens", ", ".join(found.listens)),
+        ("sessions", found.sessions),
+        ("namespaces", found.namespaces),
+        ("blocks", found.blocks),
+        ("pins", found.pins),
+        ("reservations", found.reservations),
+    ]
+    screen = console()
+    screen.print(table(("NODE", found.name), facts))
+    screen.print(tier_table(found.tiers))
+
+
+def tier_table(tiers: "Sequence[TierReport]") -> "Table":
+    """A table of tiers, shared with ``top``."""
+    from kvstore.units import format_size
+
+    rows = [
+        (
+            tier.name,
+            format_size(tier.used),
+            format_size(tier.capacity),
+            share(tier.used, tier.capacity),
+            tier.blocks,
+            share(tier.lost, tier.capacity),
+            state(tier.state, good=tier.state == "ok"),
+            " ".join(f"{key}={value}" for key, value in tier.details.items()),
+        )
+        for tier in tiers
+    ]
+    return table(
+        ("TIER", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">LOST", "STATE", "DETAILS"), rows
+    )
+
+
+def namespaces(
+    as_json: AsJson = False, control: Control = None, config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:  # fmt: skip
+    """List the namespaces that the node knows, those with most bytes first."""
+    from kvstore.units import format_size
+
+    found = ask(Remote(control, config, timeout), lambda node: node.namespaces())
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            short(one.fingerprint),
+            *(one.description.get(field, "?") for field in ("model", "revision", "dtype")),
+            one.description.get("block_tokens", "?"),
+            f"{one.description.get('tp_size', '?')}x{one.description.get('pp_size', '?')}",
+            one.description.get("tenant", "?"),
+            one.blocks,
+            format_size(one.bytes),
+            one.sessions,
+        )
+        for one in found
+    ]
+    columns = (
+        "NAMESPACE", "MODEL", "REVISION", "DTYPE", ">TOKENS", "TPxPP", "TENANT", ">BLOCKS", ">SIZE",
+        ">SESSIONS",
+    )  # fmt: skip
+    console().print(table(columns, rows))
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds between samples.")
+    ] = 1.0,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Watch hit rate, traffic, latencies and tiers; rates are those of the last interval.
+
+    With --json, prints one object a line. Ends with Ctrl-C, or after one interval with --once or
+    where the output is no terminal.
+    """
+    from kvstore.cli.watch import watch
+
+    ask(
+        Remote(control, config, timeout),
+        lambda node: watch(node, interval=interval, once=once, as_json=as_json),
+    )

@@ -1,0 +1,163 @@
+"""``serve`` runs a node; ``config`` shows what it would run with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstore.cli.options import AsJson, ConfigFile
+from kvstore.cli.output import console, print_json, table
+
+if TYPE_CHECKING:
+    from kvstore.sources import Effective
+
+FLAGS: Final = {
+    "node.name": "--name",
+    "node.state_directory": "--state-directory",
+    "listen.unix": "--unix",
+    "listen.tcp": "--tcp",
+    "listen.control": "--control",
+    "listen.metrics": "--metrics",
+    "listen.insecure": "--insecure",
+    "dram.capacity": "--dram",
+    "ssd.capacity": "--ssd",
+    "ssd.directory": "--ssd-directory",
+    "log.level": "--log-level",
+    "log.format": "--log-format",
+}
+"""The flags that name a key; all others are set with ``--set``."""
+
+_SIZES: Final = (
+    "dram.capacity",
+    "dram.segment",
+    "ssd.capacity",
+    "ssd.region",
+    "ssd.write_budget",
+    "limits.max_payload",
+)
+
+Name = Annotated[str | None, typer.Option("--name", help="Name of the node.")]
+StateDirectory = Annotated[
+    Path | None, typer.Option("--state-directory", help="Where the node keeps its state.")
+]
+Unix = Annotated[str | None, typer.Option("--unix", help="Unix socket to listen on.")]
+Tcp = Annotated[str | None, typer.Option("--tcp", help="TCP address to listen on, as HOST:PORT.")]
+ControlListen = Annotated[
+    str | None, typer.Option("--control", help="Address of the control plane, or off.")
+]
+MetricsListen = Annotated[
+    str | None, typer.Option("--metrics", help="Address of the Prometheus metrics, or off.")
+]
+Insecure = Annotated[
+    bool | None, typer.Option("--insecure", help="Allow other networks without a token.")
+]
+Dram = Annotated[str | None, typer.Option("--dram", help="DRAM capacity, such as 8GiB.")]
+Ssd = Annotated[str | None, typer.Option("--ssd", help="SSD capacity, such as 200GB; 0: none.")]
+SsdDirectory = Annotated[
+    Path | None, typer.Option("--ssd-directory", help="Directory of the SSD tier.")
+]
+LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+LogFormat = Annotated[str | None, typer.Option("--log-format", help="console or json.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other key, as in policy.dram=arc."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command()(serve)
+    app.command("config")(show_config)
+
+
+def serve(
+    config: ConfigFile = None,
+    name: Name = None,
+    state_directory: StateDirectory = None,
+    unix: Unix = None,
+    tcp: Tcp = None,
+    control: ControlListen = None,
+    metrics: MetricsListen = None,
+    insecure: Insecure = None,
+    dram: Dram = None,
+    ssd: Ssd = None,
+    ssd_directory: SsdDirectory = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    settings: Settings = None,
+) -> None:
+    """Run a node until SIGTERM.
+
+    Values come from the configuration file, then KVSTORE_SECTION__KEY variables, then flags; later
+    ones win. `kvstore config` prints the outcome.
+    """
+    given = _named(
+        (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
+        (log_level, log_format),
+    )
+    effective = _load(config, given, settings or [])
+    from kvstore import daemon, logs
+
+    logs.configure(effective.config.log)
+    raise typer.Exit(daemon.serve(effective.config))
+
+
+def show_config(
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+    name: Name = None,
+    state_directory: StateDirectory = None,
+    unix: Unix = None,
+    tcp: Tcp = None,
+    control: ControlListen = None,
+    metrics: MetricsListen = None,
+    insecure: Insecure = None,
+    dram: Dram = None,
+    ssd: Ssd = None,
+    ssd_directory: SsdDirectory = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    settings: Settings = None,
+) -> None:
+    """Print the configuration that `serve` with the same options would use, and its sources."""
+    given = _named(
+        (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
+        (log_level, log_format),
+    )
+    effective = _load(config, given, settings or [])
+    rows = effective.rows()
+    if as_json:
+        print_json({key: {"value": value, "source": str(origin)} for key, value, origin in rows})
+        return
+    shown = [(key, _shown(key, value), origin) for key, value, origin in rows]
+    console().print(table(("KEY", "VALUE", "SOURCE"), shown))
+
+
+def _shown(key: str, value: object) -> object:
+    from kvstore.units import format_size
+
+    if isinstance(value, int) and key in _SIZES:
+        return format_size(value)
+    return "-" if value is None else value
+
+
+def _named(*values: Sequence[object]) -> dict[str, object]:
+    flat = [value for part in values for value in part]
+    texts = [str(value) if isinstance(value, Path) else value for value in flat]
+    return dict(zip(FLAGS, texts, strict=True))
+
+
+def _load(path: Path | None, given: Mapping[str, object], settings: Sequence[str]) -> "Effective":
+    from kvstore.sources import load
+
+    flags = dict(given)
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{setting!r}: expected KEY=VALUE", param_hint="--set")
+        if flags.get(key) is not None:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+        flags[key] = value
+    spelled = {key: FLAGS[key] for key, value in given.items() if value is not None}
+    return load(path, flags=flags, flag_names=spelled)

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from crc32c import crc32c
@@ -28,6 +29,7 @@ from kvstore.protocol.messages import (
     ABSENT,
     DRAM,
     HBM,
+    MAX_HASHES,
     SSD,
     Abort,
     AbortAnswer,
@@ -56,6 +58,8 @@ from rdma.transport import NodeTransport
 from tiers.errors import BadExtent
 from tiers.segment import Segment
 
+_EXTENT_OF: Final = attrgetter("dram")
+_ALL_IN_DRAM: Final = bytes([DRAM]) * MAX_HASHES
 _TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"))
 
 
@@ -211,22 +215,33 @@ class Session:
         entries = self._node.index.lookup(self._shard, request.hashes)
         if self._verify:
             return self._get_later(request, length, deadline, began)
-        found = []
-        tiers = bytearray()
-        for entry in entries:
-            if entry is None:
-                if request.wait:
-                    return self._get_later(request, length, deadline, began)
-                tiers.append(ABSENT)
-            elif entry.dram is None:
-                return self._get_later(request, length, deadline, began)
-            else:
-                found.append(entry)
-                tiers.append(DRAM)
-        if len(found) < len(tiers):
-            self._count_absent(request.hashes, tiers)
+        try:
+            places = list(map(_EXTENT_OF, entries))
+        except AttributeError:
+            return self._get_some(request, entries, length, deadline, began)
+        if None in places:
+            return self._get_later(request, length, deadline, began)
+        self._node.pin(entries)  # type: ignore[arg-type]
+        tiers = bytearray(_ALL_IN_DRAM[: len(entries)])
+        return self._hand_out(request, length, entries, places, tiers, deadline, began)  # type: ignore[arg-type]
+
+    def _get_some(
+        self,
+        request: Get,
+        entries: Sequence[Entry | None],
+        length: int,
+        deadline: float,
+        began: float,
+    ) -> Handled:
+        """A get of which at least one block is missing."""
+        found = [entry for entry in entries if entry is not None]
+        if request.wait or any(entry.dram is None for entry in found):
+            return self._get_later(request, length, deadline, began)
+        tiers = bytearray([ABSENT if entry is None else DRAM for entry in entries])
+        self._count_absent(request.hashes, tiers)
         self._node.pin(found)
-        return self._hand_out(request, length, found, tiers, deadline, began)
+        places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
+        return self._hand_out(request, length, found, places, tiers, deadline, began)
 
     def _length(self, request: Get) -> int:
         length = request.length or self._size - request.offset
@@ -248,21 +263,26 @@ class Session:
         for reason in got.misses:
             self._node.metrics.miss(reason)
         found = [entry for entry in got.entries if entry is not None]
-        return self._hand_out(request, length, found, bytearray(got.tiers), deadline, began)
+        places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
+        tiers = bytearray(got.tiers)
+        return self._hand_out(request, length, found, places, tiers, deadline, began)
 
     def _hand_out(
         self,
         request: Get,
         length: int,
         found: list[Entry],
+        places: list[int],
         tiers: bytearray,
         deadline: float,
         began: float,
     ) -> Reply:
-        """Answer a get. ``found`` is what it returns: pinned, and in DRAM."""
+        """Answer a get. ``found`` is what it returns: pinned, and in DRAM at ``places``."""
         if self._held + len(found) > self._most_blocks:
             self._cut(found, tiers)
-        places: list[int] = [entry.dram + request.offset for entry in found]  # type: ignore[operator]
+            del places[len(found) :]
+        if offset := request.offset:
+            places = [place + offset for place in places]
         try:
             delivery = at_once(self.transport.push(places, length, request.destinations, deadline))
         except TransportError:

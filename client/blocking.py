@@ -1,0 +1,350 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+from client import operations
+from client.endpoint import Settings
+from client.lane import Lane
+from client.layout import Layout
+from client.operations import Operation, Terms
+from client.prefix import Prefixes
+from client.results import FAILED, ClientStats, GetResult, Match, PutResult
+from client.tally import Tally
+from client.views import BlockViews
+from client.wire import Wire
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.identity import ROOT_PARENT, Namespace, check_hash
+
+logger = logging.getLogger("kvstore.client")
+
+T = TypeVar("T")
+
+MAX_LANES: Final = 4
+"""Sessions that one client opens at most: more than one only where threads call at once."""
+
+
+class Client:
+    """Stores and fetches blocks of one namespace; thread-safe.
+
+    Every call returns within its deadline, whatever the node does. A node that is gone, slow or
+    full gives misses, whose ``failure`` says why; sessions are opened again as calls need them.
+    Only mistakes of the caller raise: ``InvalidRequest`` and its subclasses.
+
+    Threads that call at once get sessions of their own, up to four; more wait for each other. No
+    thread runs between calls, except one that fills page tables for a while after memory was
+    mapped, which ``close`` ends.
+
+    Args:
+        settings: where the node is and what is asked of it.
+        deadline: seconds that a call may take where it doesn't say.
+
+    Attributes:
+        namespace: of the blocks.
+        deadline: as above.
+    """
+
+    def __init__(self, settings: Settings, deadline: float) -> None:
+        self.namespace: Namespace = settings.namespace
+        self.deadline = deadline
+        self._settings = settings
+        self._tally = Tally()
+        self._lanes: list[Lane] = []
+        self._idle: deque[Lane] = deque()
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._closed = False
+        self._last: Wire | None = None
+
+    # --- blocks --------------------------------------------------------------------------------
+
+    def match(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        prefetch: bool = False,
+        deadline: float | None = None,
+    ) -> Match:
+        """Say how far a prefix reaches, over all shards.
+
+        Args:
+            hashes: a chain, each block the parent of the next.
+            prefetch: whether the node shall begin to bring up what lies in a slower tier.
+            deadline: seconds.
+
+        Raises:
+            InvalidRequest: a hash is not 32 bytes.
+        """
+        operations.check_hashes(hashes)
+        try:
+            return self._run(lambda terms: operations.match(terms, hashes, prefetch), deadline)
+        except KVStoreError as error:
+            return Match(b"", self._failed(error))
+
+    def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
+        """Say which blocks this shard holds, each by itself.
+
+        Args:
+            hashes: the blocks.
+            deadline: seconds.
+
+        Raises:
+            InvalidRequest: a hash is not 32 bytes.
+        """
+        operations.check_hashes(hashes)
+        try:
+            return self._run(lambda terms: operations.exists(terms, hashes), deadline)
+        except KVStoreError as error:
+            return GetResult(bytes(len(hashes)), self._failed(error))
+
+    def get(
+        self,
+        hashes: Sequence[bytes],
+        into: Sequence[Any],
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        wait: bool = False,
+        deadline: float | None = None,
+    ) -> GetResult:
+        """Copy blocks, or the same byte range of each, into buffers.
+
+        Args:
+            hashes: the blocks, each by itself.
+            into: one writable buffer for each: bytes-like, numpy or a torch tensor on the CPU.
+                Buffers of blocks that were missed hold anything afterwards.
+            offset: first byte wanted of each block.
+            length: bytes wanted of each block; to its end where left out.
+            wait: whether to wait, within the deadline, for blocks that another session is writing.
+            deadline: seconds.
+
+        Returns:
+            Which blocks were found. Nothing is written to the buffers after the return.
+
+        Raises:
+            InvalidRequest: a buffer is too small, read-only or no buffer, their number is not that
+                of the hashes, a hash is not 32 bytes, or the range lies outside a block.
+        """
+        operations.check_hashes(hashes)
+        wanted = operations.byte_range(self.namespace, offset, length)
+        buffers = operations.destinations(into, len(hashes), wanted)
+        try:
+            result = self._run(
+                lambda terms: operations.get(terms, hashes, buffers, offset, wait), deadline
+            )
+        except KVStoreError as error:
+            result = GetResult(bytes(len(hashes)), self._failed(error))
+        self._tally.got(len(hashes), result.found, wanted)
+        return result
+
+    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> BlockViews:
+        """Show blocks without copying them: ``with client.view(hashes) as views``.
+
+        Over ``shm`` the views lie in the node's own memory, pinned until the ``with`` block ends.
+        Over another transport they lie in memory of the client.
+
+        Args:
+            hashes: the blocks, each by itself.
+            deadline: seconds.
+
+        Raises:
+            InvalidRequest: a hash is not 32 bytes.
+        """
+        operations.check_hashes(hashes)
+        try:
+            views = self._run_on_wire(hashes, deadline)
+        except KVStoreError as error:
+            views = BlockViews.missed(len(hashes), self._failed(error))
+        self._tally.got(len(hashes), views.found, self.namespace.block_bytes)
+        return views
+
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        parent: bytes = ROOT_PARENT,
+        deadline: float | None = None,
+    ) -> PutResult:
+        """Store a chain of blocks; what is held, or being written by another, is skipped.
+
+        Args:
+            hashes: a chain, each block the parent of the next.
+            blocks: the bytes of each: bytes-like, numpy or a torch tensor on the CPU.
+            parent: the block before the first; left out where the first begins a prefix.
+            deadline: seconds.
+
+        Raises:
+            InvalidRequest: a hash is not 32 bytes, or there are not as many blocks.
+            NamespaceMismatch: a block has not the size of the namespace's blocks.
+            ParentAbsent: the parent is not held.
+        """
+        operations.check_hashes(hashes)
+        check_hash(parent)
+        operations.check_blocks(self.namespace, hashes, blocks)
+        try:
+            result = self._run(
+                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
+            )
+        except KVStoreError as error:
+            result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
+        self._tally.put(result.stored, self.namespace.block_bytes)
+        return result
+
+    # --- prefixes ------------------------------------------------------------------------------
+
+    def prefixes(self, layout: Layout) -> Prefixes:
+        """The prefix level: token ids and KV tensors instead of hashes and bytes.
+
+        Args:
+            layout: how tensors become block bytes.
+
+        Raises:
+            NamespaceMismatch: the namespace is of another layout.
+        """
+        return Prefixes(self, layout)
+
+    # --- the client ----------------------------------------------------------------------------
+
+    def stats(self) -> ClientStats:
+        """What the client has done so far, and how it is connected."""
+        lanes = list(self._lanes)
+        return self._tally.stats(
+            self._settings.endpoint.url,
+            [lane.counters for lane in lanes],
+            connected=any(lane.state == "connected" for lane in lanes),
+            session=self._last,
+        )
+
+    def open(self) -> None:
+        """Open the first session now.
+
+        Raises:
+            KVStoreError: why that can't be done.
+        """
+        end = time.monotonic() + self.deadline
+        lane = self._check_out(end)
+        try:
+            self._last = lane.ready(end)
+        finally:
+            self._check_in(lane)
+
+    def close(self) -> None:
+        """End all sessions and give back all memory; calls under way return misses."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while len(self._idle) < len(self._lanes):
+                for lane in self._lanes:
+                    if lane not in self._idle and (wire := lane.wire) is not None:
+                        wire.interrupt()
+                self._changed.wait(0.01)
+            for lane in self._lanes:
+                lane.close()
+            self._lanes.clear()
+            self._idle.clear()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _run(self, begin: Callable[[Terms], Operation[T]], deadline: float | None) -> T:
+        end = time.monotonic() + (self.deadline if deadline is None else deadline)
+        self._tally.calls += 1
+        lane = self._check_out(end)
+        try:
+            return lane.run(begin, end)
+        finally:
+            self._last = lane.wire or self._last
+            self._check_in(lane)
+
+    def _run_on_wire(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
+        end = time.monotonic() + (self.deadline if deadline is None else deadline)
+        self._tally.calls += 1
+        lane = self._check_out(end)
+        try:
+            seen = lane.run(lambda terms: operations.view(terms, hashes), end)
+            self._last = wire = lane.wire
+            return BlockViews(seen, wire, lambda views: self._unpin(lane, wire, views.leases))
+        finally:
+            self._check_in(lane)
+
+    def _unpin(self, lane: Lane, wire: Wire | None, leases: list[int]) -> None:
+        """Give leases back now, or leave that to whoever uses the lane."""
+        if wire is None or wire.closed:
+            return
+        lane.releases.append((wire, leases))
+        try:
+            self._idle.remove(lane)
+        except ValueError:
+            return
+        self._check_in(lane)
+
+    def _check_out(self, end: float) -> Lane:
+        if self._closed:
+            raise Unavailable("the client is closed")
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._wait_for_lane(end)
+
+    def _wait_for_lane(self, end: float) -> Lane:
+        with self._changed:
+            self._waiting += 1
+            try:
+                while True:
+                    if self._closed:
+                        raise Unavailable("the client is closed")
+                    if self._idle:
+                        return self._idle.pop()
+                    if len(self._lanes) < MAX_LANES:
+                        lane = Lane(self._settings)
+                        self._lanes.append(lane)
+                        return lane
+                    if not self._changed.wait(end - time.monotonic()):
+                        raise DeadlineExceeded("all sessions were in use until the deadline")
+            finally:
+                self._waiting -= 1
+
+    def _check_in(self, lane: Lane) -> None:
+        """Make a lane free again, with all that others asked of it meanwhile done."""
+        while True:
+            if lane.releases:
+                lane.flush(time.monotonic() + self.deadline)
+            self._idle.append(lane)
+            if not lane.releases:
+                break
+            try:
+                self._idle.remove(lane)
+            except ValueError:
+                break
+        if self._waiting or self._closed:
+            with self._changed:
+                self._changed.notify()
+
+    def _failed(self, error: KVStoreError) -> str:
+        """The code of an error that is a miss.
+
+        Raises:
+            InvalidRequest: it is the caller's mistake.
+        """
+        if isinstance(error, InvalidRequest):
+            raise error
+        self._tally.failed(error)
+        return error.code

@@ -1,0 +1,155 @@
+"""Where a node is, how to reach it, and which transports can be had there."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvstore.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvstore.identity import Namespace
+from kvstore.protocol.messages import PROTOCOL_VERSION, Hello
+from rdma.shm import ShmClientTransport
+from rdma.tcp import TcpClientTransport
+from rdma.transport import ClientTransport
+
+TRANSPORTS: Final[dict[str, type[ClientTransport]]] = {
+    "shm": ShmClientTransport,
+    "tcp": TcpClientTransport,
+}
+"""The transports of this version by name."""
+
+_OFFERED: Final = {"unix": ("shm", "tcp"), "tcp": ("tcp",)}
+"""What can be had over each kind of socket, the best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address of a node.
+
+    Attributes:
+        url: as given.
+        scheme: ``unix`` or ``tcp``.
+        path: of the Unix socket.
+        host: name or address, for TCP.
+        port: for TCP.
+    """
+
+    url: str
+    scheme: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Read ``unix:///path`` or ``tcp://host:port``.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no address of a node: {error}") from error
+        if parts.scheme == "unix" and parts.path and not parts.netloc:
+            return cls(url, "unix", path=parts.path)
+        if parts.scheme == "tcp" and parts.hostname and port and parts.path in ("", "/"):
+            return cls(url, "tcp", host=parts.hostname, port=port)
+        raise ConfigError(f"{url!r} is no address of a node: unix:///path or tcp://host:port")
+
+    def offers(self, transport: str) -> list[str]:
+        """The transports to offer to the node, the best first.
+
+        Args:
+            transport: ``auto`` or the name of one.
+
+        Raises:
+            ConfigError: there is no such transport, or not over this kind of socket.
+        """
+        here = _OFFERED[self.scheme]
+        if transport == "auto":
+            return list(here)
+        if transport in here:
+            return [transport]
+        known = ", ".join(("auto", *TRANSPORTS))
+        if transport in TRANSPORTS:
+            raise ConfigError(f"the transport {transport!r} cannot be had over {self.url}")
+        raise ConfigError(f"there is no transport {transport!r}; it is one of {known}")
+
+    def addresses(self) -> list[tuple[socket.AddressFamily, Any]]:
+        """Socket families and addresses to try in turn; looks a host name up.
+
+        Raises:
+            Unavailable: the host name is not known.
+        """
+        if self.scheme == "unix":
+            return [(socket.AF_UNIX, self.path)]
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise Unavailable(f"{self.host} is not known: {error}") from error
+        return [(family, address) for family, _, _, _, address in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every session of a client asks for.
+
+    Attributes:
+        endpoint: where the node is.
+        namespace: of the blocks.
+        shard: the client's shard of each block.
+        offers: names of the transports to offer, the best first.
+        token: credential of the tenant, if the node wants one.
+        name: what the node's logs call the client.
+    """
+
+    endpoint: Endpoint
+    namespace: Namespace
+    shard: int
+    offers: list[str]
+    token: str | None = field(repr=False, default=None)
+    name: str = ""
+
+    def hello(self) -> Hello:
+        """The greeting that opens a session."""
+        return Hello(
+            PROTOCOL_VERSION,
+            self.namespace.tenant,
+            self.token,
+            dict(self.namespace.describe()),
+            self.shard,
+            self.offers,
+            self.name,
+        )
+
+
+def open_socket(family: socket.AddressFamily, address: Any, seconds: float) -> socket.socket:
+    """Connect a blocking socket.
+
+    Args:
+        family: of the address.
+        address: as ``socket.connect`` takes it.
+        seconds: how long it may take.
+
+    Raises:
+        DeadlineExceeded: it took longer.
+        Unavailable: nobody listens there.
+    """
+    if seconds <= 0:
+        raise DeadlineExceeded("the deadline passed before the node was reached")
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.settimeout(seconds)
+        opened.connect(address)
+        opened.settimeout(None)
+    except TimeoutError as error:
+        opened.close()
+        raise DeadlineExceeded(f"no connection to {address} in {seconds:.3f} s") from error
+    except OSError as error:
+        opened.close()
+        raise Unavailable(f"no connection to {address}: {error.strerror or error}") from error
+    return opened

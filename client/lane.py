@@ -1,0 +1,164 @@
+"""One way to the node: a session that is opened, watched and opened again as calls need it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from client.endpoint import Settings
+from client.operations import Operation, Terms
+from client.wire import Wire
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.protocol.breaker import Breaker, Decision
+from kvstore.protocol.caller import Counters
+
+logger = logging.getLogger("kvstore.client")
+
+T = TypeVar("T")
+
+
+class Lane:
+    """A session with the node and the rules for making another. Used by one thread at a time.
+
+    Args:
+        settings: what its sessions ask for.
+
+    Attributes:
+        counters: what it has done.
+        wire: the session, while there is one.
+        releases: leases to give back, from whatever thread.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.counters = Counters()
+        self.wire: Wire | None = None
+        self.releases: list[tuple[Wire, list[int]]] = []
+        self._settings = settings
+        self._breaker = Breaker()
+        self._addresses: list[tuple[socket.AddressFamily, Any]] = []
+        self._last_error: KVStoreError = Unavailable("the node has not been reached yet")
+
+    @property
+    def state(self) -> str:
+        """``connected``, ``suspect`` or ``disconnected``."""
+        return self._breaker.state
+
+    def run(self, begin: Callable[[Terms], Operation[T]], end: float) -> T:
+        """Carry out an operation, opening a session first where there is none.
+
+        An operation that a session's end cut short is tried once more on a new session: whatever
+        it did, doing it again does no harm.
+
+        Args:
+            begin: makes the operation for a session's terms.
+            end: when to give up, on the monotonic clock.
+
+        Raises:
+            KVStoreError: as the node answered, or why it did not.
+        """
+        wire = self.ready(end)
+        heard, timeouts = wire.heard, self.counters.timeouts
+        try:
+            return wire.run(begin(wire.terms), end)
+        except KVStoreError as error:
+            self._judge(wire, error, heard, timeouts)
+            if not (wire.closed and isinstance(error, Unavailable)):
+                raise
+        wire = self.ready(end)
+        heard, timeouts = wire.heard, self.counters.timeouts
+        try:
+            return wire.run(begin(wire.terms), end)
+        except KVStoreError as error:
+            self._judge(wire, error, heard, timeouts)
+            raise
+
+    def ready(self, end: float) -> Wire:
+        """The session to use now.
+
+        Raises:
+            KVStoreError: there is none, and none can be opened now.
+        """
+        wire = self.wire
+        if wire is not None and self._breaker.suspect:
+            self._catch_up(wire)
+        decision = self._breaker.decide(time.monotonic())
+        if decision is Decision.TRY and self.wire is not None:
+            return self.wire
+        if decision is Decision.REFUSE:
+            self.counters.refused += 1
+            raise self._last_error
+        return self._connect(end)
+
+    def flush(self, end: float) -> None:
+        """Give back the leases that were dropped while somebody else used the lane."""
+        while self.releases:
+            wire, leases = self.releases.pop()
+            if not wire.closed:
+                wire.release(leases, end)
+
+    def close(self) -> None:
+        """End the session."""
+        self.releases.clear()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
+
+    def _catch_up(self, wire: Wire) -> None:
+        heard = wire.heard
+        wire.catch_up()
+        if wire.closed:
+            self._breaker.connection_lost(time.monotonic())
+            self.wire = None
+        elif wire.heard != heard:
+            self._breaker.answered()
+
+    def _connect(self, end: float) -> Wire:
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
+        try:
+            self.wire = self._open(end)
+        except KVStoreError as error:
+            self._breaker.connect_failed(time.monotonic())
+            self.counters.connect_failures += 1
+            self._last_error = error
+            raise
+        self._breaker.connection_made()
+        logger.info(
+            "session with %s (incarnation %s) at %s over %s",
+            self.wire.node,
+            self.wire.incarnation,
+            self._settings.endpoint.url,
+            self.wire.terms.transport.name,
+        )
+        return self.wire
+
+    def _open(self, end: float) -> Wire:
+        addresses, self._addresses = self._addresses, []
+        addresses = addresses or self._settings.endpoint.addresses()
+        error: KVStoreError = Unavailable("the node has no address")
+        for address in addresses:
+            try:
+                wire = Wire.open(self._settings, address, self.counters, end)
+            except (Unavailable, DeadlineExceeded) as failed:
+                error = failed
+            else:
+                self._addresses = addresses
+                return wire
+        raise error
+
+    def _judge(self, wire: Wire, error: KVStoreError, heard: int, timeouts: int) -> None:
+        """Draw conclusions about the node from a call that failed."""
+        now = time.monotonic()
+        if wire.heard != heard:
+            self._breaker.answered()
+        elif self.counters.timeouts != timeouts:
+            self._breaker.timed_out(now)
+            self._last_error = error
+        if wire.closed:
+            self.wire = None
+            self._breaker.connection_lost(now)
+            self._last_error = error

@@ -1,0 +1,412 @@
+"""What each call says to the node and makes of the answers, without any I/O.
+
+An operation is a generator: it yields steps, a driver carries each one out and sends back what
+came of it. The blocking and the asyncio client differ in their drivers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
+
+from client.buffers import flat_bytes, writable_bytes
+from client.results import BUSY, FAILED, REFUSED, STORED, GetResult, Match, PutResult
+from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, Unavailable
+from kvstore.identity import HASH_BYTES, Namespace
+from kvstore.protocol import messages
+from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
+from rdma.transport import ClientTransport
+
+T = TypeVar("T")
+
+BATCH_BYTES: Final = 128 << 20
+"""Payload of one GET or RESERVE at most, so that pins and reservations stay few and short."""
+
+WRITE_BYTES: Final = 8 << 20
+"""Payload of one WRITE at most; several are under way at once."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Ask the node one thing; comes back as its answer.
+
+    Attributes:
+        request: what is asked.
+        payload: bytes that follow the request.
+        sink: from the answer to the memory for the payload behind it.
+    """
+
+    request: messages.Request[Any]
+    payload: Sequence[memoryview] = ()
+    sink: Callable[[Any], Sequence[memoryview]] | None = None
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Ask several things at once; comes back as the list of their answers."""
+
+    calls: list[Call]
+
+
+@dataclass(slots=True)
+class MapSegments:
+    """Ask for segments and map them; comes back as ``None``."""
+
+    numbers: list[int]
+
+
+@dataclass(slots=True)
+class Move:
+    """Move many bytes by CPU, where that holds up nobody else; comes back as ``None``."""
+
+    work: Callable[[], object]
+
+
+@dataclass(slots=True)
+class Release:
+    """Give back the pins of a lease; comes back as whether they lasted until now."""
+
+    lease: int
+
+
+@dataclass(slots=True)
+class Drop:
+    """End the session, and with it all that it holds; comes back as ``None``."""
+
+
+Step: TypeAlias = Call | Pipeline | MapSegments | Move | Release | Drop
+Operation: TypeAlias = Generator[Step, Any, T]
+
+
+@dataclass(slots=True)
+class Terms:
+    """What a session agreed on.
+
+    Attributes:
+        namespace: of the session.
+        transport: how its payload moves.
+        max_payload: bytes that may follow one header.
+        max_hashes: hashes that one request may name.
+    """
+
+    namespace: Namespace
+    transport: ClientTransport
+    max_payload: int
+    max_hashes: int
+
+    def blocks_at_once(self, block_bytes: int, most_bytes: int) -> int:
+        """How many blocks one request may move."""
+        return max(1, min(self.max_hashes, min(self.max_payload, most_bytes) // block_bytes))
+
+
+def make_terms(
+    namespace: Namespace, welcome: messages.Welcome, transport: ClientTransport
+) -> Terms:
+    """What a session agreed on.
+
+    Raises:
+        NamespaceMismatch: the node has another idea of the size of a block.
+    """
+    if welcome.block_bytes != namespace.block_bytes:
+        raise NamespaceMismatch(
+            f"blocks of {welcome.block_bytes} bytes at the node, {namespace.block_bytes} here"
+        )
+    limits = welcome.limits
+    return Terms(
+        namespace,
+        transport,
+        limits.get("max_payload", DEFAULT_MAX_PAYLOAD),
+        max(1, min(limits.get("max_hashes", messages.MAX_HASHES), messages.MAX_HASHES)),
+    )
+
+
+@dataclass(slots=True)
+class Seen:
+    """Blocks as they lie in memory; the pins of ``leases`` keep them there.
+
+    Attributes:
+        codes: the tier code of each block, 0 for a miss.
+        views: a read-only view of each block found, ``None`` for a miss.
+        leases: names the pins.
+    """
+
+    codes: bytes
+    views: list[memoryview | None]
+    leases: list[int]
+
+
+def check_hashes(hashes: Sequence[bytes]) -> None:
+    """Accept hashes of the right length.
+
+    Raises:
+        InvalidRequest: one is not 32 bytes.
+    """
+    if any(map(HASH_BYTES.__ne__, map(len, hashes))):
+        raise InvalidRequest(f"every hash must be {HASH_BYTES} bytes")
+
+
+def match(terms: Terms, hashes: Sequence[bytes], prefetch: bool) -> Operation[Match]:
+    """Find how far a prefix reaches over all shards."""
+    codes = b""
+    for start in range(0, len(hashes), terms.max_hashes):
+        batch = hashes[start : start + terms.max_hashes]
+        answer: messages.MatchAnswer = yield Call(messages.Match(batch, prefetch))
+        codes += answer.tiers
+        if len(answer.tiers) < len(batch):
+            break
+    return Match(codes)
+
+
+def exists(terms: Terms, hashes: Sequence[bytes]) -> Operation[GetResult]:
+    """Find which blocks this shard holds."""
+    codes = b""
+    for start in range(0, len(hashes), terms.max_hashes):
+        batch = hashes[start : start + terms.max_hashes]
+        answer: messages.ExistsAnswer = yield Call(messages.Exists(batch))
+        codes += answer.tiers
+    return GetResult(codes)
+
+
+def byte_range(namespace: Namespace, offset: int, length: int | None) -> int:
+    """The number of bytes that a byte range of every block has.
+
+    Raises:
+        InvalidRequest: it lies outside a block.
+    """
+    size = namespace.block_bytes
+    wanted = size - offset if length is None else length
+    if offset < 0 or wanted < 1 or offset + wanted > size:
+        raise InvalidRequest(
+            f"bytes {offset} to {offset + wanted} lie outside a block of {size} bytes"
+        )
+    return wanted
+
+
+def destinations(buffers: Sequence[object], count: int, length: int) -> list[memoryview]:
+    """The memory that blocks are to land in, one view of ``length`` bytes each.
+
+    Raises:
+        InvalidRequest: there are too few buffers, or one is too small, read-only or no buffer.
+    """
+    if len(buffers) != count:
+        raise InvalidRequest(f"{count} blocks need as many buffers, not {len(buffers)}")
+    views = [writable_bytes(buffer) for buffer in buffers]
+    for view in views:
+        if len(view) < length:
+            raise InvalidRequest(f"a buffer has {len(view)} bytes, {length} are needed")
+    return [view if len(view) == length else view[:length] for view in views]
+
+
+def get(
+    terms: Terms, hashes: Sequence[bytes], into: Sequence[memoryview], offset: int, wait: bool
+) -> Operation[GetResult]:
+    """Bring blocks, or a byte range of each, into memory of the caller."""
+    codes = b""
+    if not hashes:
+        return GetResult(codes)
+    length = len(into[0])
+    step = terms.blocks_at_once(length, BATCH_BYTES)
+    for start in range(0, len(hashes), step):
+        batch, buffers = hashes[start : start + step], into[start : start + step]
+        codes += yield from _get_batch(terms, batch, buffers, offset, wait)
+    return GetResult(codes)
+
+
+def _get_batch(
+    terms: Terms,
+    hashes: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    offset: int,
+    wait: bool,
+) -> Operation[bytes]:
+    transport = terms.transport
+    request = messages.Get(hashes, offset, len(buffers[0]), wait, transport.destinations(buffers))
+
+    def found(answer: messages.GetAnswer) -> list[memoryview]:
+        return [buffer for tier, buffer in zip(answer.tiers, buffers, strict=True) if tier]
+
+    inline = not transport.shares_memory and request.destinations is None
+    answer: messages.GetAnswer = yield Call(request, sink=found if inline else None)
+    if answer.tiers.count(messages.ABSENT) == len(answer.tiers):
+        return answer.tiers
+    if missing := transport.missing(answer.locations):
+        yield MapSegments(missing)
+    targets = found(answer)
+    yield Move(lambda: transport.place(answer.locations, targets))
+    if answer.lease and not (yield Release(answer.lease)):
+        return bytes(len(answer.tiers))
+    return answer.tiers
+
+
+def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+    """Show blocks where they lie, or in memory of their own where none is shared."""
+    step = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES)
+    if terms.transport.shares_memory:
+        step = terms.max_hashes
+    if len(hashes) <= step:
+        return (yield from _view_batch(terms, hashes))
+    seen = Seen(b"", [], [])
+    for start in range(0, len(hashes), step):
+        part = yield from _view_batch(terms, hashes[start : start + step])
+        seen.codes += part.codes
+        seen.views += part.views
+        seen.leases += part.leases
+    return seen
+
+
+def _view_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+    if not hashes:
+        return Seen(b"", [], [])
+    if not terms.transport.shares_memory:
+        return (yield from _receive_batch(terms, hashes))
+    transport, size = terms.transport, terms.namespace.block_bytes
+    answer: messages.GetAnswer = yield Call(messages.Get(hashes))
+    if missing := transport.missing(answer.locations):
+        yield MapSegments(missing)
+    leases = [answer.lease] if answer.lease else []
+    views: list[memoryview | None] = list(transport.views(answer.locations or (), size))
+    if len(views) < len(hashes):
+        views = _spread(answer.tiers, views)
+    return Seen(answer.tiers, views, leases)
+
+
+def _receive_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+    size = terms.namespace.block_bytes
+    received: list[memoryview] = []
+
+    def room(answer: messages.GetAnswer) -> Sequence[memoryview]:
+        count = len(answer.tiers) - answer.tiers.count(messages.ABSENT)
+        received.append(memoryview(bytearray(count * size)))
+        return received
+
+    answer: messages.GetAnswer = yield Call(messages.Get(hashes), sink=room)
+    whole = received[0].toreadonly() if received else memoryview(b"")
+    views: list[memoryview | None] = [
+        whole[start : start + size] for start in range(0, len(whole), size)
+    ]
+    return Seen(answer.tiers, _spread(answer.tiers, views), [])
+
+
+def _spread(codes: bytes, views: list[memoryview | None]) -> list[memoryview | None]:
+    """Put ``None`` where a block was missed."""
+    found = iter(views)
+    return [next(found) if code != messages.ABSENT else None for code in codes]
+
+
+def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Sequence[object]) -> None:
+    """Accept blocks to store.
+
+    Raises:
+        InvalidRequest: their number is not that of the hashes, or one is no buffer.
+        NamespaceMismatch: one has another size than the blocks of the namespace.
+    """
+    if len(blocks) != len(hashes):
+        raise InvalidRequest(f"{len(hashes)} hashes need as many blocks, not {len(blocks)}")
+    size = namespace.block_bytes
+    if getattr(blocks, "block_bytes", None) == size:
+        return
+    for block in blocks:
+        if (found := flat_bytes(block).nbytes) != size:
+            raise NamespaceMismatch(f"a block has {found} bytes, the namespace {size}")
+
+
+def put(
+    terms: Terms, hashes: Sequence[bytes], blocks: Sequence[object], parent: bytes
+) -> Operation[PutResult]:
+    """Store a chain of blocks: reserve, fill, commit; what is held already is skipped."""
+    codes = b""
+    step = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES)
+    for start in range(0, len(hashes), step):
+        chain = hashes[start : start + step]
+        part = yield from _put_chain(terms, chain, blocks, start, parent)
+        codes += part
+        stopped = [code for code in (REFUSED, BUSY, FAILED) if code in part]
+        if stopped:
+            codes += bytes([stopped[0]]) * (len(hashes) - len(codes))
+            break
+        parent = chain[-1]
+    return PutResult(codes)
+
+
+def _put_chain(
+    terms: Terms, chain: Sequence[bytes], blocks: Sequence[object], first: int, parent: bytes
+) -> Operation[bytes]:
+    answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
+    indexes = [i for i, verdict in enumerate(answer.verdicts) if verdict == messages.FILL]
+    if not indexes:
+        return answer.verdicts
+    try:
+        committed = yield from _fill(terms, answer, indexes, blocks, first)
+    except InvalidRequest as error:
+        yield Drop()
+        raise Unavailable(f"the node gave up the blocks it had reserved: {error}") from error
+    except KVStoreError:
+        yield Drop()
+        raise
+    codes = bytearray(answer.verdicts)
+    for index, done in zip(indexes, committed, strict=True):
+        codes[index] = STORED if done else FAILED
+    return bytes(codes)
+
+
+def _fill(
+    terms: Terms,
+    answer: messages.ReserveAnswer,
+    indexes: list[int],
+    blocks: Sequence[object],
+    first: int,
+) -> Operation[bytes]:
+    """Write and commit what was reserved; returns for each block whether that was done."""
+    if missing := terms.transport.missing(answer.locations):
+        yield MapSegments(missing)
+    step = _fill_shared if terms.transport.shares_memory else _send
+    committed = yield from step(terms, answer, indexes, blocks, first)
+    if not all(committed):
+        yield Call(messages.Abort(answer.reservation))
+    return committed
+
+
+def _fill_shared(
+    terms: Terms,
+    answer: messages.ReserveAnswer,
+    indexes: list[int],
+    blocks: Sequence[object],
+    first: int,
+) -> Operation[bytes]:
+    """Copy the blocks to where the node has room for them, then commit them together."""
+    places = answer.locations or ()
+    for start, stop in _parts(terms, len(indexes)):
+        buffers = [flat_bytes(blocks[first + index]) for index in indexes[start:stop]]
+        yield Move(partial(terms.transport.fill, places[start:stop], 0, buffers))
+    size = terms.namespace.block_bytes
+    committing = Call(messages.Write(answer.reservation, indexes, 0, size))
+    written: messages.WriteAnswer = yield committing
+    return written.committed
+
+
+def _send(
+    terms: Terms,
+    answer: messages.ReserveAnswer,
+    indexes: list[int],
+    blocks: Sequence[object],
+    first: int,
+) -> Operation[bytes]:
+    """Hand the blocks to the transport, a part at a time, all parts under way at once."""
+    transport, size = terms.transport, terms.namespace.block_bytes
+    calls = []
+    for start, stop in _parts(terms, len(indexes)):
+        part = indexes[start:stop]
+        places = answer.locations[start:stop] if answer.locations is not None else None
+        buffers = [flat_bytes(blocks[first + index]) for index in part]
+        sources = transport.sources(buffers)
+        request = messages.Write(answer.reservation, part, 0, size, sources=sources)
+        calls.append(Call(request, transport.fill(places, 0, buffers)))
+    answers: list[messages.WriteAnswer] = yield Pipeline(calls)
+    return b"".join(written.committed for written in answers)
+
+
+def _parts(terms: Terms, count: int) -> Iterator[tuple[int, int]]:
+    step = terms.blocks_at_once(terms.namespace.block_bytes, WRITE_BYTES)
+    return ((start, start + step) for start in range(0, count, step))

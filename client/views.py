@@ -1,0 +1,105 @@
+"""Blocks shown where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, overload
+
+from client.operations import Seen
+from client.results import leading_hits
+
+
+class Session(Protocol):
+    """The session whose pins keep the blocks in place."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still holds its pins."""
+
+
+class BlockViews(Sequence["memoryview | None"]):
+    """Read-only views of blocks, in the order asked for; ``None`` for a miss.
+
+    The bytes stay where they are until ``release``, which the end of a ``with`` block calls. The
+    views can't be used after it; whatever was made from them, a numpy array for example, must not
+    be.
+
+    Attributes:
+        codes: the tier code of each block, 0 for a miss.
+        failure: why all of them are misses, as the code of an error; ``None`` where the node
+            answered.
+    """
+
+    __slots__ = ("_session", "_unpin", "_views", "codes", "failure", "leases")
+
+    def __init__(
+        self,
+        seen: Seen,
+        session: Session | None,
+        unpin: Callable[[BlockViews], None] | None,
+        failure: str | None = None,
+    ) -> None:
+        self.codes = seen.codes
+        self.leases = seen.leases
+        self.failure = failure
+        self._views = seen.views
+        self._session = session
+        self._unpin = unpin
+
+    @classmethod
+    def missed(cls, count: int, failure: str) -> BlockViews:
+        """Views of which none was found."""
+        return cls(Seen(bytes(count), [None] * count, []), None, None, failure)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview | None]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview | None] | None:
+        return self._views[index]
+
+    def __iter__(self) -> Iterator[memoryview | None]:
+        return iter(self._views)
+
+    def __repr__(self) -> str:
+        return f"<BlockViews {self.found} of {len(self)} found>"
+
+    @property
+    def found(self) -> int:
+        """Number of blocks found."""
+        return len(self.codes) - self.codes.count(0)
+
+    @property
+    def prefix(self) -> int:
+        """Number of blocks found before the first miss."""
+        return leading_hits(self.codes)
+
+    @property
+    def valid(self) -> bool:
+        """Whether what was read through the views so far is what the node stored.
+
+        False once the session has ended, because the node may then have put other blocks there.
+        """
+        return not self.leases or (self._session is not None and self._session.alive)
+
+    def release(self) -> None:
+        """Give the pins back; may be called again."""
+        for view in self._views:
+            if view is not None:
+                try:
+                    view.release()
+                except BufferError:  # an array made from the view is in use
+                    continue
+        self._views = [None] * len(self._views)
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None and self.leases:
+            unpin(self)
+
+    def __enter__(self) -> BlockViews:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()

@@ -1,0 +1,367 @@
+"""One blocking session with a node: a socket, and the state of the calls on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+from client.endpoint import TRANSPORTS, Settings, open_socket
+from client.operations import (
+    Call,
+    MapSegments,
+    Move,
+    Operation,
+    Pipeline,
+    Release,
+    Step,
+    Terms,
+    make_terms,
+)
+from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
+from kvstore.protocol.caller import Call as Pending
+from kvstore.protocol.caller import Caller, Counters
+from kvstore.protocol.fields import MAX_SEGMENTS
+from kvstore.protocol.messages import Segments
+from rdma.errors import TransportError
+from rdma.shm import ShmClientTransport, receive_with_fds
+from rdma.stream import tune
+from rdma.transport import ClientTransport
+
+logger = logging.getLogger("kvstore.client")
+
+T = TypeVar("T")
+
+_MAX_PARTS: Final = 1_000
+"""Buffers in one ``sendmsg``, below the kernel's IOV_MAX of 1,024."""
+
+_SLACK: Final = 0.002
+"""Seconds by which a socket's timeout may outlast the deadline of a call: setting it for each call
+would cost a system call, and the timeouts of one client hardly ever change."""
+
+_TIMEVAL: Final = struct.Struct("@ll")
+
+
+class Wire:
+    """One connection with an open session. Used by one thread at a time.
+
+    Blocking calls with the kernel's own timeouts: one system call to send, one to receive.
+
+    Attributes:
+        terms: what the session agreed on.
+        node: name of the node.
+        incarnation: which start of the node this is.
+    """
+
+    terms: Terms
+    node: str
+    incarnation: str
+
+    def __init__(self, connected: socket.socket, counters: Counters) -> None:
+        tune(connected)
+        self._socket = connected
+        self._caller = Caller(counters)
+        self._receive_timeout = self._send_timeout = 0.0
+        self._transport: ClientTransport | None = None
+        self.closed = False
+
+    @classmethod
+    def open(cls, settings: Settings, address: Any, counters: Counters, end: float) -> Wire:
+        """Connect and open a session.
+
+        Args:
+            settings: what the session asks for.
+            address: family and address of the node.
+            counters: where to count.
+            end: when to give up, on the monotonic clock.
+
+        Raises:
+            KVStoreError: the node can't be reached, is too slow, or refuses.
+        """
+        wire = cls(open_socket(address[0], address[1], end - time.monotonic()), counters)
+        try:
+            welcome = wire._call(Call(settings.hello()), end)
+            wire._transport = TRANSPORTS[welcome.transport]()
+            wire.terms = make_terms(settings.namespace, welcome, wire._transport)
+        except BaseException:
+            wire.close()
+            raise
+        wire.node, wire.incarnation = welcome.node, welcome.incarnation
+        wire._caller.set_max_payload(wire.terms.max_payload)
+        counters.connects += 1
+        return wire
+
+    @property
+    def transport(self) -> str:
+        """How payload moves."""
+        return self.terms.transport.name
+
+    @property
+    def heard(self) -> int:
+        """How many answers have come."""
+        return self._caller.heard
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node has not ended the session, as far as can be known without asking."""
+        if self.closed or self._caller.broken is not None:
+            return False
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def run(self, operation: Operation[T], end: float) -> T:
+        """Carry out an operation.
+
+        Args:
+            operation: what to do.
+            end: when to give up, on the monotonic clock.
+
+        Raises:
+            KVStoreError: as the node answered; ``DeadlineExceeded`` and ``Unavailable`` where it
+                did not. The connection may be closed then.
+        """
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    value = self._do(step, end)
+                except TransportError as error:
+                    self.close()
+                    step = operation.throw(ProtocolError(f"the node broke its word: {error}"))
+                except KVStoreError as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(value)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        except KVStoreError:
+            raise
+        except BaseException:
+            # An answer that is still to come would land in memory that is the caller's again.
+            self.close()
+            raise
+        finally:
+            operation.close()
+
+    def release(self, leases: list[int], end: float) -> bool:
+        """Give back the pins of leases.
+
+        Returns:
+            Whether they lasted until now.
+        """
+        try:
+            self._send(self._caller.release(leases), (), end)
+        except KVStoreError:
+            return False
+        return True
+
+    def catch_up(self) -> None:
+        """Take note of late answers, without waiting."""
+        while not self.closed:
+            buffer = self._caller.get_buffer()
+            try:
+                count = self._socket.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(Unavailable(f"the connection broke: {error}"))
+                return
+            self._received(count)
+
+    def interrupt(self) -> None:
+        """Make whoever waits on this connection return; may be called from another thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("the connection had ended already: %s", error)
+
+    def close(self) -> None:
+        """End the session and give back everything that was held for it."""
+        if self.closed:
+            return
+        self.closed = True
+        self._socket.close()
+        self._caller.lose(Unavailable("the connection is closed"))
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _do(self, step: Step, end: float) -> Any:
+        kind = type(step)
+        if kind is Call:
+            return self._call(step, end)  # type: ignore[arg-type]
+        if isinstance(step, Move):
+            step.work()
+            return None
+        if isinstance(step, Release):
+            return self.release([step.lease], end)
+        if isinstance(step, Pipeline):
+            return self._pipeline(step.calls, end)
+        if isinstance(step, MapSegments):
+            return self._map(step.numbers, end)
+        return self.close()
+
+    def _call(self, call: Call, end: float) -> Any:
+        pending = self._begin(call, end)
+        while not pending.done:
+            self._receive(pending, end)
+        return pending.result()
+
+    def _pipeline(self, calls: Sequence[Call], end: float) -> list[Any]:
+        begun: list[Pending[Any]] = []
+        try:
+            for call in calls:
+                begun.append(self._begin(call, end))
+            for pending in begun:
+                while not pending.done:
+                    self._receive(pending, end)
+        finally:
+            for pending in begun:
+                self._caller.abandon(pending)
+        return [pending.result() for pending in begun]
+
+    def _map(self, numbers: list[int], end: float) -> None:
+        transport = self.terms.transport
+        if not isinstance(transport, ShmClientTransport):
+            raise ProtocolError(f"segments named over {transport.name}")
+        for start in range(0, len(numbers), MAX_SEGMENTS):
+            pending = self._begin(Call(Segments(numbers[start : start + MAX_SEGMENTS])), end)
+            while not pending.done:
+                self._receive_with_fds(pending, end)
+            adopt(transport, pending)
+
+    # --- the socket ----------------------------------------------------------------------------
+
+    def _begin(self, call: Call, end: float) -> Pending[Any]:
+        payload = call.payload
+        length = sum(map(len, payload)) if payload else 0
+        pending, frame = self._caller.begin(call.request, end, time.monotonic(), call.sink, length)
+        for late in self._caller.take_outbox():
+            self._send(late, (), end)
+        self._send(frame, payload, end)
+        return pending
+
+    def _send(self, frame: bytes, payload: Sequence[memoryview], end: float) -> None:
+        """Send a frame whole, or break the connection: half a frame can't be taken back."""
+        if self.closed:
+            raise Unavailable("the connection is closed")
+        parts: list[memoryview | bytes] = [frame, *payload]
+        try:
+            while parts:
+                self._set_send_timeout(end)
+                if len(parts) == 1:
+                    sent = self._socket.send(parts[0])
+                else:
+                    sent = self._socket.sendmsg(parts[:_MAX_PARTS])
+                parts = _rest(parts, sent)
+        except BlockingIOError as error:
+            self._lose(Unavailable("the node did not take a request in time"))
+            raise DeadlineExceeded("the node did not take the request in time") from error
+        except OSError as error:
+            self._lose(Unavailable(f"the connection broke: {error}"))
+            raise Unavailable(f"the connection broke: {error}") from error
+
+    def _receive(self, pending: Pending[Any], end: float) -> None:
+        """Receive once; give ``pending`` up at the deadline."""
+        buffer = self._caller.get_buffer()
+        if not self._set_receive_timeout(end):
+            self._caller.abandon(pending)
+            return
+        try:
+            count = self._socket.recv_into(buffer)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(Unavailable(f"the connection broke: {error}"))
+            return
+        self._received(count)
+
+    def _receive_with_fds(self, pending: Pending[Any], end: float) -> None:
+        buffer = self._caller.get_buffer()
+        if not self._set_receive_timeout(end):
+            self._caller.abandon(pending)
+            return
+        try:
+            count, fds = receive_with_fds(self._socket, buffer)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(Unavailable(f"the connection broke: {error}"))
+            return
+        if fds:
+            self._caller.feed_fds(fds)
+        self._received(count)
+
+    def _received(self, count: int) -> None:
+        if count:
+            self._caller.buffer_updated(count)
+        else:
+            self._caller.feed_eof()
+        if self._caller.broken is not None:
+            self.close()
+
+    def _lose(self, error: KVStoreError) -> None:
+        self._caller.lose(error)
+        self.close()
+
+    def _set_receive_timeout(self, end: float) -> bool:
+        left = end - time.monotonic()
+        if left / 2 <= self._receive_timeout <= left + _SLACK:
+            return True
+        if left <= 0:
+            return False
+        self._set_timeout(socket.SO_RCVTIMEO, left)
+        self._receive_timeout = left
+        return True
+
+    def _set_send_timeout(self, end: float) -> None:
+        left = max(end - time.monotonic(), _SLACK)
+        if not left / 2 <= self._send_timeout <= left + _SLACK:
+            self._set_timeout(socket.SO_SNDTIMEO, left)
+            self._send_timeout = left
+
+    def _set_timeout(self, option: int, seconds: float) -> None:
+        """Let the kernel bound a wait; a timeout of zero would mean none, so there is a least."""
+        microseconds = max(int(seconds * 1e6), 1)
+        value = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def adopt(transport: ShmClientTransport, pending: Pending[Any]) -> None:
+    """Map the segments that an answer brought.
+
+    Args:
+        transport: of the session.
+        pending: the call for the segments.
+
+    Raises:
+        KVStoreError: the call failed.
+        TransportError: a segment can't be mapped.
+    """
+    answer = pending.result()
+    fds, pending.fds = pending.fds, []
+    try:
+        for number, size in answer.segments:
+            transport.segments.add(number, fds.pop(0), size)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _rest(parts: list[memoryview | bytes], sent: int) -> list[memoryview | bytes]:
+    """What of the parts is still to be sent."""
+    for index, part in enumerate(parts):
+        if sent < len(part):
+            return [memoryview(part)[sent:], *parts[index + 1 :]] if sent else parts[index:]
+        sent -= len(part)
+    return []

@@ -22,28 +22,32 @@ def crowding(
     own: Iterable[Space],
     others: Iterable[Space],
     size: int,
-    units: int,
+    stride: int,
+    unit: int,
     movable: Callable[[object], bool] | None,
 ) -> list[object]:
     """Choose the blocks to free.
 
-    Slabs of the tenant's other block sizes come first, the emptiest before all; a whole segment of
-    another tenant only where those give nothing. What is compared is the share of the room gained
-    that live blocks fill, then their bytes: the least is thrown away for the room that there is
-    afterwards.
+    Slabs of the tenant's other block sizes come first, a whole segment of another tenant only where
+    those give nothing. Of either kind, the choice is the one that throws away the fewest bytes for
+    each block that fits afterwards, and of equals the smallest. Free runs beside a slab count as
+    room gained, so that a size which takes over goes from neighbour to neighbour and leaves no
+    gaps. Blocks of the same tenant and size are never chosen: which of those to free is a question
+    of eviction order, as any of them makes room.
 
     Args:
         own: the tenant's segments.
         others: segments of other tenants.
         size: block size that needs room, in bytes; slabs that hold it already are left alone.
-        units: length of the room needed.
+        stride: bytes from one block of that size to the next.
+        unit: bytes of a unit.
         movable: tells by tag whether a block may be freed; None where all may.
 
     Returns:
-        The tags, or nothing where no choice of blocks helps.
+        The tags, or nothing where no choice of other blocks helps.
     """
-    slabs = [candidate for space in own for candidate in _windows(space, size, units)]
-    segments = (_whole(space) for space in others if space.units >= units)
+    slabs = [window for space in own for window in _windows(space, size, stride, unit)]
+    segments = (_whole(space, stride, unit) for space in others if space.units * unit >= stride)
     for candidates in (slabs, segments):
         for _, _, chosen in sorted(candidates, key=itemgetter(0, 1)):
             tags = [tag for slab in chosen for tag in slab.held()]
@@ -52,28 +56,36 @@ def crowding(
     return []
 
 
-def _windows(space: Space, size: int, units: int) -> Iterator[Candidate]:
-    """The shortest rows of neighbouring runs that are long enough, one per right end."""
-    row: list[tuple[int, Slab | None]] = []
+def _windows(space: Space, size: int, stride: int, unit: int) -> Iterator[Candidate]:
+    """The shortest rows of neighbouring slabs that make room, one per right end."""
+    runs = list(space.runs())
+    least = -(-stride // unit)
     left = length = live = 0
-    for run in space.runs():
-        run_units, slab = run
+    for right, (units, slab) in enumerate(runs):
         if slab is not None and slab.group.size == size:
-            row, left, length, live = [], 0, 0, 0
+            left, length, live = right + 1, 0, 0
             continue
-        row.append(run)
-        length += run_units
+        length += units
         live += 0 if slab is None else slab.live
-        while length - row[left][0] >= units:
-            gone_units, gone = row[left]
+        while length - runs[left][0] >= least:
+            gone_units, gone = runs[left]
             length -= gone_units
             live -= 0 if gone is None else gone.live
             left += 1
-        if length >= units:
-            yield live / length, live, [slab for _, slab in row[left:] if slab is not None]
+        if length >= least:
+            room = length + _free(runs, left - 1) + _free(runs, right + 1)
+            chosen = [slab for _, slab in runs[left : right + 1] if slab is not None]
+            yield live / (room * unit // stride), live, chosen
 
 
-def _whole(space: Space) -> Candidate:
+def _free(runs: list[tuple[int, Slab | None]], index: int) -> int:
+    """Length of a run if it exists and is free."""
+    if 0 <= index < len(runs) and runs[index][1] is None:
+        return runs[index][0]
+    return 0
+
+
+def _whole(space: Space, stride: int, unit: int) -> Candidate:
     slabs = [slab for _, slab in space.runs() if slab is not None]
     live = sum(slab.live for slab in slabs)
-    return live / space.units, live, slabs
+    return live / (space.units * unit // stride), live, slabs

@@ -28,7 +28,8 @@ class DramTier(Tier):
     Args:
         capacity: bytes of memory, at least a page. The last segment takes what is left.
         segment_bytes: bytes of a segment: the largest block, and the step in which tenants get
-            memory. Less than 1 % is lost to the division where blocks are below a hundredth of it.
+            memory. Less than 1 % is lost to the division where blocks are below a hundredth of
+            it; while one size takes over from smaller ones, gaps can hold a few per cent more.
         huge_pages: ``auto`` asks the kernel for transparent huge pages, ``never`` declines them,
             ``require`` takes reserved 2 MiB pages or fails.
         prefault: touch all memory in the background from ``open`` on.
@@ -176,9 +177,10 @@ class DramTier(Tier):
     ) -> list[object]:
         """Tags of the blocks whose freeing makes room for a block, at the least cost.
 
-        For when ``reserve`` answers None and freeing blocks of the same owner and size is not
-        possible or not wanted. The emptiest slab of the owner's other sizes comes first, then the
-        emptiest segment of another owner. Freeing them all lets ``reserve`` succeed.
+        For when ``reserve`` answers None. Freeing any one block of the same owner and size helps
+        too; those are never named here, as which of them to free is for the eviction order to say.
+        The emptiest slabs of the owner's other sizes come first, then the emptiest segment of
+        another owner. Freeing them all lets ``reserve`` succeed.
 
         Args:
             owner: the tenant that needs room.
@@ -186,7 +188,7 @@ class DramTier(Tier):
             movable: tells by tag whether a block may be freed (it is not pinned); None: all may.
 
         Returns:
-            The tags; empty where nothing can make room.
+            The tags; empty where no other blocks can make room.
         """
         with self._lock:
             return self._allocator.crowding(owner, size, movable)

@@ -183,7 +183,7 @@ class SlabAllocator:
             for space in self._spaces.values()
             if space.owner not in (None, owner) and not space.retiring
         ]
-        return crowding(own, others, size, self._units(slot_stride(size)), movable)
+        return crowding(own, others, size, slot_stride(size), self.unit, movable)
 
     # Segments.
 
@@ -237,18 +237,24 @@ class SlabAllocator:
         return slab
 
     def _carve(self, owner: str, size: int) -> Slab | None:
-        """Cut a new slab and make it its class's current one."""
+        """Cut a new slab and make it its class's current one.
+
+        It takes the whole run where what it would leave is shorter than itself: the longer the
+        slab, the less of it is tail, and the fewer gaps there are between slabs.
+        """
         stride = slot_stride(size)
         slots = self._slots(stride)
         space = self._room(owner, self._units(stride), self._units(slots * stride))
         if space is None:
             return None
-        first = space.find(self._units(slots * stride))
+        wanted = self._units(slots * stride)
+        first = space.find(wanted)
         if first is None:
-            run = space.longest()
-            first = space.find(run)
+            first = space.find(space.longest())
+            assert first is not None
+        run = space.free_from(first)
+        if run < 2 * wanted:
             slots = (run << self._shift) // stride
-        assert first is not None
         group = self._classes.setdefault((owner, size), SlabClass(owner, size))
         units = self._units(slots * stride)
         base = space.number << OFFSET_BITS | first << self._shift

@@ -124,6 +124,11 @@ class Space:
         first = self._free.find(_FREE_UNIT * units)
         return None if first < 0 else first
 
+    def free_from(self, first: int) -> int:
+        """Number of free units in a row from unit ``first``, which is free."""
+        end = self._free.find(_TAKEN_UNIT, first)
+        return (self.units if end < 0 else end) - first
+
     def longest(self) -> int:
         """Length in units of the longest free run."""
         if self.free_units in (0, self.units):
@@ -154,7 +159,6 @@ class Space:
             if slab is not None:
                 length = slab.units
             else:
-                end = self._free.find(_TAKEN_UNIT, unit)
-                length = (self.units if end < 0 else end) - unit
+                length = self.free_from(unit)
             yield length, slab
             unit += length

@@ -239,13 +239,11 @@ class Churn:
 
     def put(self, size: int) -> None:
         box: list[int] = []
-        extent = self.slabs.reserve("a", size, box)
-        if extent is None:
-            for crowd in self.slabs.crowding("a", size):
-                assert isinstance(crowd, list)
-                self.evict(crowd[0])
-            extent = self.slabs.reserve("a", size, box)
-        assert extent is not None
+        while (extent := self.slabs.reserve("a", size, box)) is None:
+            crowd = self.slabs.crowding("a", size) or [[self.held[0]]]
+            for tag in crowd:
+                assert isinstance(tag, list)
+                self.evict(tag[0])
         box.append(extent)
         self.position[extent] = len(self.held)
         self.held.append(extent)
@@ -280,6 +278,21 @@ def test_a_million_operations_over_five_sizes_lose_under_one_percent(sizes: list
     assert churn.operations >= 1_000_000
     assert churn.most_lost < 0.01 * churn.capacity
     assert churn.slabs.used > 0.9 * churn.capacity
+
+
+def test_memory_follows_from_one_size_to_another() -> None:
+    sizes = [65_600, 2_621_503, 300_000]
+    churn = Churn(sizes, segments=2, segment=1 << 30)
+    generator = random.Random(2)
+    for size in sizes * 2:
+        stored = 0
+        while stored < churn.capacity:
+            churn.put(size)
+            stored += size
+            if churn.slabs.used > 0.97 * churn.capacity:
+                churn.evict(generator.choice(churn.held))
+        assert churn.lost() < 0.01 * churn.capacity
+        assert churn.slabs.used > 0.9 * churn.capacity
 
 
 def test_what_is_lost_is_counted_as_lost() -> None:

@@ -234,7 +234,7 @@ class Connection:
 
         self._stream.send([header, *payload], on_sent, reply.fds)
         if reply.used:
-            self._node.index.touch(reply.used, self._node.clock())
+            self._node.touch(reply.used)
 
     def _answer_error(self, request_id: int, error: BaseException) -> None:
         known = self._as_known(error)

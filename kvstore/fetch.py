@@ -108,22 +108,31 @@ class Fetch:
         if entry is None:
             return "absent" if pending is None else "pending"
         origin = entry.tier_code
+        reason: MissReason | None = "deadline"
+        # Pinned before it is brought up: demotion may want the room again at once.
+        self._node.pin((entry,))
+        try:
+            reason = await self._make_ready(entry)
+        finally:
+            if reason is not None:
+                self._node.unpin((entry,))
+        return reason or (entry, origin)
+
+    async def _make_ready(self, entry: Entry) -> MissReason | None:
         if entry.dram is None:
             reason = await self._bring_up(entry)
             if reason is not None:
                 return reason
-        self._node.pin((entry,))
         if self._verify and not await self._is_sound(entry):
-            self._node.unpin((entry,))
             return "corrupt"
-        return entry, origin
+        return None
 
     async def _bring_up(self, entry: Entry) -> MissReason | None:
         if self._movement is None:
             return "absent"
         reason = await self._movement.promote(self._owner, self._shard.block_bytes, entry)
-        if reason is None and not (self._node.holds(entry) and entry.dram is not None):
-            return "no_space"
+        if reason is None and entry.dram is None:
+            return "absent"
         return reason
 
     async def _is_sound(self, entry: Entry) -> bool:
@@ -131,14 +140,8 @@ class Fetch:
         expected, extent = entry.checksum, entry.dram
         if expected is None or extent is None:
             return True
-        try:
-            actual = await asyncio.to_thread(
-                crc32c, self._node.dram.view(extent, self._shard.block_bytes)
-            )
-        except asyncio.CancelledError:
-            self._node.unpin((entry,))
-            raise
-        if actual == expected:
+        block = self._node.dram.view(extent, self._shard.block_bytes)
+        if await asyncio.to_thread(crc32c, block) == expected:
             return True
         _log.error("block corrupt", tier="dram", hash=entry.hash.hex())
         if self._node.holds(entry):

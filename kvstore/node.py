@@ -207,6 +207,10 @@ class Node:
         self.metrics.puts["aborted"] += len(ready) - len(committed)
         return committed
 
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """Note a use of blocks, given from root to leaf."""
+        self.index.touch(entries, self.clock())
+
     def abort(self, reservation: Reservation) -> None:
         """Give up what was not committed. Its session has stopped writing to it."""
         self.expire(reservation)

@@ -411,7 +411,9 @@ class Session:
             self._reservations.pop(reservation.number, None)
         self._node.metrics.put_seconds.observe(time.perf_counter() - began)
         flags = bytes([position in committed for position in request.indexes])
-        return Reply(WriteAnswer(flags))
+        # The blocks before the new ones, too: no parent may look older than its child.
+        used = committed[max(committed)].path() if committed else ()
+        return Reply(WriteAnswer(flags), used=used)
 
     def _abort(self, request: Abort) -> Reply:
         reservation = self._reservations.pop(request.reservation, None)

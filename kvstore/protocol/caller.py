@@ -409,10 +409,10 @@ class Caller:
         views = call.sink(answer) if call.sink is not None else ()
         if sum(map(len, views)) != payload_length:
             raise ProtocolError(f"a payload of {payload_length} bytes does not fit the answer")
-        self._landing = (call, answer)
         if payload_length:
+            self._landing = (call, answer)
             return self._decoder.receive_into(views)
-        self._payload_received(done)
+        self._finish(call, answer, done)
         return []
 
     def _late(self, call: Call[Answer], answer: Answer, payload_length: int) -> list[Event]:
@@ -431,9 +431,13 @@ class Caller:
             raise ProtocolError("a payload that nobody waits for")
         call, answer = self._landing
         self._landing = None
-        del self._pending[call.request_id]
         if call.abandoned:
-            return
+            del self._pending[call.request_id]
+        else:
+            self._finish(call, answer, done)
+
+    def _finish(self, call: Call[Answer], answer: Answer, done: list[Call[Answer]]) -> None:
+        del self._pending[call.request_id]
         self.counters.answers += 1
         call.succeed(answer)
         done.append(call)
@@ -465,8 +469,12 @@ class Caller:
 
 
 def _node_deadline_ms(seconds: float) -> int:
-    margin = min(_MARGIN_MOST, _MARGIN_SHARE * seconds)
-    return min(MAX_DEADLINE_MS, max(1, int(1_000 * (seconds - margin))))
+    if seconds >= MAX_DEADLINE_MS / 1_000:
+        return MAX_DEADLINE_MS
+    margin = _MARGIN_SHARE * seconds
+    if margin > _MARGIN_MOST:
+        margin = _MARGIN_MOST
+    return int(1_000 * (seconds - margin)) or 1
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 import msgpack
@@ -39,9 +40,11 @@ MAX_HEADER: Final = 8 << 20
 DEFAULT_MAX_PAYLOAD: Final = 1 << 30
 """Largest payload of a frame where nothing else was agreed, in bytes."""
 
-_PREFIX: Final = struct.Struct("<HBBIQ")
+_PREFIX: Final = struct.Struct("<IIQ")
 _MAGIC: Final = 0x564B
 _VERSION: Final = 1
+_SIGNATURE: Final = _MAGIC | _VERSION << 16
+"""Magic, version and flags as one number."""
 _STAGING: Final = 16 << 10
 _SCRATCH: Final = 256 << 10
 _MAX_ITEMS: Final = 1 << 16
@@ -49,7 +52,15 @@ _MAX_TEXT: Final = 16 << 10
 _NOWHERE: Final = memoryview(bytearray())
 
 _pack = msgpack.packb
-_unpack = msgpack.unpackb
+_unpack = partial(
+    msgpack.unpackb,
+    strict_map_key=True,
+    max_array_len=_MAX_ITEMS,
+    max_map_len=_MAX_ITEMS,
+    max_str_len=_MAX_TEXT,
+    max_bin_len=MAX_HEADER,
+    max_ext_len=0,
+)
 
 
 def encode(header: Sequence[object], payload_length: int = 0) -> bytes:
@@ -66,20 +77,12 @@ def encode(header: Sequence[object], payload_length: int = 0) -> bytes:
     length = len(packed)
     if length > MAX_HEADER:
         raise FrameTooLarge(f"a header of {length} bytes is above the bound of {MAX_HEADER}")
-    return _PREFIX.pack(_MAGIC, _VERSION, 0, length, payload_length) + packed
+    return _PREFIX.pack(_SIGNATURE, length, payload_length) + packed
 
 
 def _decode_header(data: memoryview) -> list[object]:
     try:
-        header = _unpack(
-            data,
-            strict_map_key=True,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
-            max_str_len=_MAX_TEXT,
-            max_bin_len=MAX_HEADER,
-            max_ext_len=0,
-        )
+        header = _unpack(data)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header is not msgpack: {error}") from error
     if type(header) is not list:
@@ -298,11 +301,16 @@ class FrameDecoder:
 
     def _parse(self, events: list[Event]) -> list[Event]:
         while (available := self._filled - self._taken) >= PREFIX_BYTES:
-            prefix = _PREFIX.unpack_from(self._staging, self._taken)
-            error = self._check_prefix(*prefix)
-            if error is not None:
+            signature, header_length, payload_length = _PREFIX.unpack_from(
+                self._staging, self._taken
+            )
+            if (
+                signature != _SIGNATURE
+                or header_length > self.max_header
+                or payload_length > self.max_payload
+            ):
+                error = self._explain(signature, header_length, payload_length)
                 return self._break(error, events)
-            header_length, payload_length = prefix[3], prefix[4]
             if available < PREFIX_BYTES + header_length:
                 self._make_room(PREFIX_BYTES + header_length)
                 return events
@@ -323,22 +331,20 @@ class FrameDecoder:
             self._make_room(PREFIX_BYTES)
         return events
 
-    def _check_prefix(
-        self, magic: int, version: int, flags: int, header_length: int, payload_length: int
-    ) -> ProtocolError | None:
-        if magic != _MAGIC:
+    def _explain(self, signature: int, header_length: int, payload_length: int) -> ProtocolError:
+        """Return what is wrong with a prefix that was refused."""
+        if signature & 0xFFFF != _MAGIC:
             return ProtocolError("the peer does not speak this protocol")
-        if version != _VERSION or flags:
+        if signature != _SIGNATURE:
+            version, flags = signature >> 16 & 0xFF, signature >> 24
             return ProtocolError(f"frames of version {version}, flags {flags} are not known")
         if header_length > self.max_header:
             return FrameTooLarge(
                 f"a header of {header_length} bytes is above the bound of {self.max_header}"
             )
-        if payload_length > self.max_payload:
-            return FrameTooLarge(
-                f"a payload of {payload_length} bytes is above the bound of {self.max_payload}"
-            )
-        return None
+        return FrameTooLarge(
+            f"a payload of {payload_length} bytes is above the bound of {self.max_payload}"
+        )
 
     def _make_room(self, needed: int) -> None:
         """Move the bytes not decoded yet to the front of a buffer of at least ``needed``."""

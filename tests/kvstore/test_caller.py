@@ -142,7 +142,13 @@ def test_a_deadline_that_has_passed_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "low", "high"), [(0.001, 1, 1), (1.0, 980, 999), (1e9, 1, 864e5)]
+    ("seconds", "low", "high"),
+    [
+        (0.001, 1, 1),
+        (1.0, 980, 999),
+        (1e9, 86_400_000, 86_400_000),
+        (math.inf, 86_400_000, 86_400_000),
+    ],
 )
 def test_the_node_is_told_to_answer_a_little_earlier(seconds: float, low: int, high: float) -> None:
     _, frame = Caller().begin(Ping(), seconds, 0.0)

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
@@ -63,8 +62,7 @@ def root(
 
 
 for _group in _GROUPS:
-    if find_spec(f"kvstore.cli.{_group}"):
-        import_module(f"kvstore.cli.{_group}").register(app)
+    import_module(f"kvstore.cli.{_group}").register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,13 +49,13 @@ def console(*, errors: bool = False) -> "Console":
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> "Table":
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> "Table":
     """A plain table; columns whose name begins with ``>`` are aligned to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         justify: Any = "right" if name.startswith(">") else "left"
         made.add_column(name.removeprefix(">"), justify=justify, no_wrap=not sys.stdout.isatty())

@@ -64,7 +64,7 @@ def tier_table(tiers: "Sequence[TierReport]") -> "Table":
             tier.blocks,
             share(tier.lost, tier.capacity),
             state(tier.state, good=tier.state == "ok"),
-            " ".join(f"{key}={value}" for key, value in tier.details.items()),
+            " ".join(f"{key}={value}" for key, value in sorted(tier.details.items())),
         )
         for tier in tiers
     ]

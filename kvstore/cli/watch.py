@@ -13,8 +13,6 @@ from kvstore.units import format_duration, format_size
 if TYPE_CHECKING:
     from rich.console import Group
 
-_WHAT_RATES_ARE = "per second, over the last interval; total since the start"
-
 
 async def watch(node: ControlTarget, *, interval: float, once: bool, as_json: bool) -> None:
     """Print what happens on the node, every ``interval`` seconds, or once."""
@@ -84,7 +82,12 @@ def view(before: Snapshot, after: Snapshot) -> "Group":
 
     changed = changes(before, after)
     return Group(
-        table(("", "PER SECOND", ">TOTAL"), _lookup_rows(changed, after), _WHAT_RATES_ARE),
+        f"rates over the last {changed['seconds']:.1f} s, totals since the start",
+        table(("BLOCKS", ">PER SECOND", ">TOTAL"), _lookup_rows(changed, after)),
+        table(
+            ("SESSIONS", "PINS", "RESERVATIONS"),
+            [(after.sessions, after.pins, after.reservations)],
+        ),
         table(
             ("MOVED", ">PER SECOND", ">TOTAL"),
             [
@@ -123,7 +126,4 @@ def _lookup_rows(changed: dict[str, Any], after: Snapshot) -> list[tuple[object,
         ),
         ("demoted", f"{changed['demotions_per_second']:.1f}", after.demotions),
         ("promoted", f"{changed['promotions_per_second']:.1f}", after.promotions),
-        ("sessions", after.sessions, ""),
-        ("pins", after.pins, ""),
-        ("reservations", after.reservations, ""),
     ]

@@ -103,6 +103,7 @@ class Connection:
         self._waiting: dict[int, asyncio.Task[Reply]] = {}
         self._lingering: socket.socket | None = None
         self._refusing = False
+        self._failed = False
         self._timer = self._loop.call_later(HELLO_SECONDS, self._too_slow)
 
     def __repr__(self) -> str:
@@ -123,6 +124,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection at once, whatever is under way, and free what it holds."""
+        self._failed = True
         self._stream.close()
         self._end()
 
@@ -130,7 +132,7 @@ class Connection:
 
     def _on_events(self, events: list[Event]) -> None:
         pending = deque(events)
-        while pending and not self._stream.closed:
+        while pending and not self._failed:
             event = pending.popleft()
             if type(event) is HeaderReceived:
                 pending.extend(self._on_header(event.header, event.payload_length))
@@ -260,6 +262,7 @@ class Connection:
 
     def _fail(self, error: ProtocolError) -> None:
         """Tell the peer what is wrong with the connection, and end it."""
+        self._failed = True
         _log.info("connection broken", error=str(error), session=repr(self.session))
         self._metrics.errors[error.code] += 1
         self._stream.send([encode(error_header(0, error))])
@@ -276,6 +279,7 @@ class Connection:
     def _on_closed(self, error: Exception | None) -> None:
         if error is not None:
             _log.info("connection lost", error=str(error), session=repr(self.session))
+        self._failed = True
         self._stream.close()
         if self._lingering is None:
             self._end()

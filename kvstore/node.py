@@ -244,17 +244,19 @@ class Node:
         if extent is not None:
             return extent
         for victim in islice(self.index.victims(), _MOST_EVICTIONS_A_BLOCK):
-            self.evict(victim, self._pressure_reason())
+            self.evict(victim, self._pressure_on(victim))
             extent = self.dram.reserve(owner, size, tag)
             if extent is not None:
                 return extent
         for crowd in self.dram.crowding(owner, size, _is_unpinned):
             if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
-                self.evict(crowd, self._pressure_reason())
+                self.evict(crowd, self._pressure_on(crowd))
         return self.dram.reserve(owner, size, tag)
 
-    def _pressure_reason(self) -> DepartureReason:
-        return DepartureReason.CAPACITY if self.ssd is None else DepartureReason.SSD_BUSY
+    def _pressure_on(self, entry: Entry) -> DepartureReason:
+        if self.ssd is None or entry.ssd is not None:
+            return DepartureReason.CAPACITY
+        return DepartureReason.SSD_BUSY
 
     def evict(self, entry: Entry, reason: DepartureReason) -> int:
         """Take an unpinned block out of DRAM.
@@ -265,7 +267,7 @@ class Node:
         if entry.ssd is None:
             return self.drop(entry, "dram", reason)
         self.dram.free(self.index.displace(entry, "dram"))
-        self.metrics.evictions["dram", DepartureReason.CAPACITY] += 1
+        self.metrics.evictions["dram", reason] += 1
         return 0
 
     def forget_ssd(self, entry: Entry, reason: DepartureReason) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from kvstore.catalog import Catalog
-from kvstore.departures import Departures
+from kvstore.departures import DepartureReason, Departures
 from kvstore.entry import Entry, ShardIndex
 from kvstore.fetch import Fetch
 from kvstore.identity import ROOT_PARENT, Namespace
@@ -146,12 +146,12 @@ async def test_a_promoted_block_is_demoted_for_free(tmp_path: Path) -> None:
     async with hierarchy(tmp_path, high=0.99) as both:
         both.put([name(1)])
         await both.movement.copy_down([both.entry(name(1))])
-        both.node.evict(both.entry(name(1)), both.node._pressure_reason())
+        both.node.evict(both.entry(name(1)), DepartureReason.ADMIN)
         assert (await both.get([name(1)]))[0] == b"\3"
         assert (await both.get([name(1)]))[0] == b"\2"
         writes = both.node.metrics.ssd_write_seconds.count
         assert await both.movement.copy_down([both.entry(name(1))]) == 0
-        both.node.evict(both.entry(name(1)), both.node._pressure_reason())
+        both.node.evict(both.entry(name(1)), DepartureReason.ADMIN)
         assert both.node.metrics.ssd_write_seconds.count == writes
         assert (await both.get([name(1)]))[0] == b"\3"
 
@@ -160,7 +160,7 @@ async def test_concurrent_gets_read_a_block_once(tmp_path: Path) -> None:
     async with hierarchy(tmp_path, high=0.99) as both:
         both.put([name(1)])
         await both.movement.copy_down([both.entry(name(1))])
-        both.node.evict(both.entry(name(1)), both.node._pressure_reason())
+        both.node.evict(both.entry(name(1)), DepartureReason.ADMIN)
         answers = await asyncio.gather(*(both.get([name(1)]) for _ in range(10)))
         assert {tiers for tiers, _ in answers} == {b"\3"}
         assert both.node.metrics.ssd_read_seconds.count == 1
@@ -170,7 +170,7 @@ async def test_prefetch_brings_blocks_up(tmp_path: Path) -> None:
     async with hierarchy(tmp_path, high=0.99) as both:
         both.put([name(1)])
         await both.movement.copy_down([both.entry(name(1))])
-        both.node.evict(both.entry(name(1)), both.node._pressure_reason())
+        both.node.evict(both.entry(name(1)), DepartureReason.ADMIN)
         both.movement.prefetch("default", [both.entry(name(1)), None])
         await until(lambda: both.entry(name(1)).dram is not None)
 

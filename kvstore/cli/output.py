@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvstore.control.interface import TierReport
+
 PIPED_WIDTH: Final = 400
 """Columns when the output is no terminal: wide enough that no cell is cut."""
 HASH_DIGITS: Final = 16
@@ -79,3 +81,25 @@ def state(text: str, *, good: bool) -> object:
 def share(part: int, whole: int) -> str:
     """A percentage, or a dash where there is no whole."""
     return f"{part / whole:.1%}" if whole else "-"
+
+
+def tier_table(tiers: "Sequence[TierReport]") -> "Table":
+    """A table of tiers, as ``status`` and ``top`` show it."""
+    from kvstore.units import format_size
+
+    rows = [
+        (
+            tier.name,
+            format_size(tier.used),
+            format_size(tier.capacity),
+            share(tier.used, tier.capacity),
+            tier.blocks,
+            share(tier.lost, tier.capacity),
+            state(tier.state, good=tier.state == "ok"),
+            " ".join(f"{key}={value}" for key, value in sorted(tier.details.items())),
+        )
+        for tier in tiers
+    ]
+    return table(
+        ("TIER", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">LOST", "STATE", "DETAILS"), rows
+    )

@@ -1,18 +1,11 @@
 """``status``, ``namespaces`` and ``top``: how the node does as a whole."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvstore.cli.options import AsJson, ConfigFile, Control, Remote, Timeout, ask
-from kvstore.cli.output import console, print_json, share, short, state, table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from kvstore.control.interface import TierReport
+from kvstore.cli.output import console, print_json, short, state, table, tier_table
 
 
 def register(app: typer.Typer) -> None:
@@ -49,28 +42,6 @@ def status(
     screen = console()
     screen.print(table(("NODE", found.name), facts))
     screen.print(tier_table(found.tiers))
-
-
-def tier_table(tiers: "Sequence[TierReport]") -> "Table":
-    """A table of tiers, shared with ``top``."""
-    from kvstore.units import format_size
-
-    rows = [
-        (
-            tier.name,
-            format_size(tier.used),
-            format_size(tier.capacity),
-            share(tier.used, tier.capacity),
-            tier.blocks,
-            share(tier.lost, tier.capacity),
-            state(tier.state, good=tier.state == "ok"),
-            " ".join(f"{key}={value}" for key, value in sorted(tier.details.items())),
-        )
-        for tier in tiers
-    ]
-    return table(
-        ("TIER", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">LOST", "STATE", "DETAILS"), rows
-    )
 
 
 def namespaces(

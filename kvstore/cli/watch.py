@@ -5,8 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.output import console, print_json, share, table
-from kvstore.cli.overview import tier_table
+from kvstore.cli.output import console, print_json, share, table, tier_table
 from kvstore.control.interface import ControlTarget, Snapshot
 from kvstore.units import format_duration, format_size
 

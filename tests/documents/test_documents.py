@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 import kvstore
@@ -17,11 +18,35 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+MODULE = re.compile(r"(?:kvstore|tiers|rdma|client)(?:\.[a-z_]+)+")
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 
 
 def _fenced(document: Path, *languages: str) -> list[str]:
     return [body for kind, body in FENCE.findall(document.read_text()) if kind in languages]
+
+
+def _drawn_arrows() -> set[tuple[str, str]]:
+    """Arrows between two modules of ours, in all flowcharts of the architecture page."""
+    arrows = set()
+    for body in _fenced(ROOT / "docs/architecture.md", "mermaid"):
+        labels = dict(re.findall(r"(\w+)\[([^\]]+)\]", body))
+        for left, right in re.findall(r"(\w+)(?:\[[^\]]+\])? --> (\w+)", body):
+            arrows.add((labels.get(left, left), labels.get(right, right)))
+    return {arrow for arrow in arrows if all(map(MODULE.fullmatch, arrow))}
+
+
+def test_arrows_that_are_drawn_are_imports() -> None:
+    arrows = _drawn_arrows()
+    assert len(arrows) > 30
+    graph = grimp.build_graph("kvstore", "tiers", "rdma", "client", cache_dir=None)
+    wrong = [
+        (importer, imported)
+        for importer, imported in arrows
+        if not graph.find_shortest_chains(importer, imported, as_packages=True)
+        or min(map(len, graph.find_shortest_chains(importer, imported, as_packages=True))) > 2
+    ]
+    assert not wrong
 
 
 @every_document

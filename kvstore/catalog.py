@@ -1,9 +1,9 @@
 """The namespaces that a node has seen, kept across restarts.
 
-The SSD tier's records carry only a namespace's fingerprint. The catalog keeps the fields behind each
-fingerprint, in one small file of the state directory, so that a restarted node can name what it
-holds and say in which field a namespace differs from another. A lost or damaged catalog costs names,
-never blocks: a client's HELLO describes its namespace again.
+The SSD tier's records carry only a namespace's fingerprint. The catalog keeps the fields behind
+each fingerprint, in one small file of the state directory, so that a restarted node can name what
+it holds and say in which field a namespace differs from another. A lost or damaged catalog costs
+names, never blocks: a client's HELLO describes its namespace again.
 """
 
 from __future__ import annotations

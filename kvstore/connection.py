@@ -3,15 +3,15 @@
 A malformed request is answered with an error and costs nobody else anything. A broken frame, or a
 request id that is in use, leaves no way to go on: the peer is told, and the connection ends.
 
-What a client could still touch is freed only when it has closed its end. Where the node has to end a
-session of the ``shm`` transport itself, its memory therefore lingers until the client is gone too.
+What a client could still touch is freed only when it has closed its end. Where the node has to end
+a session of the ``shm`` transport itself, its memory therefore lingers until the client is gone
+too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
@@ -36,9 +36,18 @@ from kvstore.protocol.frames import (
     encode,
 )
 from kvstore.protocol.messages import (
+    Abort,
+    Exists,
+    Get,
     Hello,
     Incoming,
+    Match,
+    Ping,
+    Release,
+    Reserve,
+    Segments,
     Welcome,
+    Write,
     answer_header,
     error_header,
     parse_request,
@@ -55,6 +64,12 @@ HELLO_SECONDS: Final = 10.0
 """How long a connection may stay open without a session."""
 _MOST_WAITING: Final = 256
 """Requests of one connection that may wait at once; above, it is not read."""
+
+
+_NAMES: Final = {
+    kind: kind.__name__.lower()
+    for kind in (Abort, Exists, Get, Match, Ping, Release, Reserve, Segments, Write)
+}
 
 
 class Reception(Protocol):
@@ -130,20 +145,24 @@ class Connection:
 
     # --- incoming ------------------------------------------------------------------------------
 
-    def _on_events(self, events: list[Event]) -> None:
-        pending = deque(events)
-        while pending and not self._failed:
-            event = pending.popleft()
-            if type(event) is HeaderReceived:
-                pending.extend(self._on_header(event.header, event.payload_length))
-            elif type(event) is PayloadReceived:
-                incoming, self._landing = self._landing, None
-                if incoming is not None:
-                    self._serve(incoming)
-            elif type(event) is Broken:
-                self._fail(event.error)
-            elif type(event) is Closed:
-                self._on_closed(None)
+    def _on_events(self, events: Sequence[Event]) -> None:
+        while events:
+            more: Sequence[Event] = ()
+            for event in events:
+                if self._failed:
+                    return
+                if type(event) is HeaderReceived:
+                    # Only the last header of a batch has a payload, whose landing may bring more.
+                    more = self._on_header(event.header, event.payload_length)
+                elif type(event) is PayloadReceived:
+                    incoming, self._landing = self._landing, None
+                    if incoming is not None:
+                        self._serve(incoming)
+                elif type(event) is Broken:
+                    self._fail(event.error)
+                elif type(event) is Closed:
+                    self._on_closed(None)
+            events = more
 
     def _on_header(self, header: list[object], payload_length: int) -> Sequence[Event]:
         try:
@@ -183,7 +202,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001 - boundary: one request's failure is its own
             self._answer_error(request_id, error)
             return
-        self._metrics.requests[type(request).__name__.lower()] += 1
+        self._metrics.requests[_NAMES[type(request)]] += 1
         if type(handled) is Reply:
             self._reply(request_id, handled)
         else:

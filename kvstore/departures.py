@@ -1,7 +1,7 @@
 """A bounded memory of the blocks that left the node, so that a miss can be explained.
 
-Remembering a departure costs a few hundred bytes, so only the most recent ones are kept. A hash that
-is not found here was either never stored or left too long ago to be remembered, and
+Remembering a departure costs a few hundred bytes, so only the most recent ones are kept. A hash
+that is not found here was either never stored or left too long ago to be remembered, and
 :attr:`Departures.forgotten` says whether the second is possible.
 """
 

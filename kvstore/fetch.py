@@ -1,4 +1,4 @@
-"""Getting blocks into DRAM for a client that waits: from SSD, or from a session that writes them."""
+"""Getting blocks into DRAM for a client that waits for the SSD or for another session."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@
   kept when the block is promoted, so demoting it again is free.
 * **Reclaim** empties a region of the SSD log before it is needed.
 
-A write budget that is used up, or an SSD that fails, stops demotion; puts then evict what they need.
+A write budget that is used up, or an SSD that fails, stops demotion; puts then evict what they
+need.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A node: the index over its tiers, and the rules by which blocks come, are found and leave.
 
-Everything here runs on the event loop's thread and never waits for a medium. What has to wait (reads
-from SSD, demotion, reclaim) is in ``kvstore.movement``.
+Everything here runs on the event loop's thread and never waits for a medium. What has to wait
+(reads from SSD, demotion, reclaim) is in ``kvstore.movement``.
 
-Memory is freed only when nobody can touch it: a block that leaves the index while it is pinned, by a
-reader or by the session that fills it, keeps its extents until its last pin is off.
+Memory is freed only when nobody can touch it: a block that leaves the index while it is pinned, by
+a reader or by the session that fills it, keeps its extents until its last pin is off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which blocks of an SSD region are worth writing again when the region is reclaimed. Pure.
 
 A block is worth it where others hang below it, or where it was used since it was written. Writing
-again is bounded to a share of the region, so that reclaiming always gains room; beyond the bound the
-least recently used go, with all below them. Pinned blocks are kept in any case.
+again is bounded to a share of the region, so that reclaiming always gains room; beyond the bound
+the least recently used go, with all below them. Pinned blocks are kept in any case.
 """
 
 from __future__ import annotations

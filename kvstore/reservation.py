@@ -1,11 +1,11 @@
 """A reservation: the blocks of one put between reserve and commit. Pure.
 
 The blocks of a reservation form a chain. They become visible one by one, from the first on, however
-their bytes arrive: a block that is filled before its parent is committed waits for it. So a put that
-breaks off leaves a prefix and no holes.
+their bytes arrive: a block that is filled before its parent is committed waits for it. So a put
+that breaks off leaves a prefix and no holes.
 
-Each block is pinned while it is in a reservation: whoever fills it may write to its extent until the
-reservation lets go of it, whatever happens to its entry meanwhile.
+Each block is pinned while it is in a reservation: whoever fills it may write to its extent until
+the reservation lets go of it, whatever happens to its entry meanwhile.
 """
 
 from __future__ import annotations

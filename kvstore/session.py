@@ -139,8 +139,9 @@ class Session:
 
     def __repr__(self) -> str:
         return (
-            f"<Session {self.transport.name} tenant={self.namespace.tenant} shard={self._shard.number} "
-            f"leases={len(self._leases)} reservations={len(self._reservations)}>"
+            f"<Session {self.transport.name} tenant={self.namespace.tenant} "
+            f"shard={self._shard.number} leases={len(self._leases)} "
+            f"reservations={len(self._reservations)}>"
         )
 
     def handle(self, request: AnyRequest, deadline: float) -> Handled:

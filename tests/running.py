@@ -20,7 +20,7 @@ from kvstore.daemon import Daemon
 
 
 def make_config(directory: Path, **sections: dict[str, Any]) -> Config:
-    """A small daemon's configuration: 8 MiB of DRAM, no SSD, free ports, its state in ``directory``.
+    """A small daemon's configuration: 8 MiB of DRAM, no SSD, its state in ``directory``.
 
     ``sections`` are merged over it, as ``ssd={"capacity": "32MiB"}``; an SSD tier gets a directory
     and small regions by itself.
@@ -95,7 +95,7 @@ class DaemonThread:
         await self.daemon.close()
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Call ``function`` on the daemon's loop; awaits what it returns where it is a coroutine."""
+        """Call ``function`` on the daemon's loop, awaiting a coroutine that it returns."""
 
         async def run() -> Any:
             result = function(*arguments)
@@ -180,8 +180,8 @@ def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 
 def _main() -> int:
-    """What ``DaemonProcess`` runs: the daemon's own ``serve``, telling the parent when it listens."""
-    from kvstore import daemon, logs  # noqa: PLC0415
+    """What ``DaemonProcess`` runs: ``serve``, which tells the parent when it listens."""
+    from kvstore import daemon, logs
 
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     logs.configure(config.log)

@@ -66,7 +66,7 @@ _MOST_WAITING: Final = 256
 """Requests of one connection that may wait at once; above, it is not read."""
 
 
-_NAMES: Final = {
+_NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
     for kind in (Abort, Exists, Get, Match, Ping, Release, Reserve, Segments, Write)
 }

@@ -1,7 +1,312 @@
-"""placeholder"""
-from typing import Any
+"""The asyncio client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from client import operations
+from client.endpoint import Settings
+from client.health import Health
+from client.layout import Layout
+from client.operations import Operation, Terms
+from client.prefix import AsyncPrefixes
+from client.results import FAILED, ClientStats, GetResult, Match, PutResult
+from client.stream_wire import StreamWire
+from client.tally import Tally
+from client.views import BlockViews
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.identity import ROOT_PARENT, Namespace, check_hash
+from kvstore.protocol.caller import Counters
+
+logger = logging.getLogger("kvstore.client")
+
+T = TypeVar("T")
+
+
 class AsyncClient:
-    """x"""
-    def __init__(self,*a:Any)->None: ...
-    async def open(self)->None: ...
-    async def close(self)->None: ...
+    """The asyncio twin of ``Client``: the same calls, awaited, and many at once on one session.
+
+    Belongs to the event loop that it was first used on. A call that is cancelled touches the
+    caller's memory no more once it has returned. Large copies run on the loop's default executor.
+
+    Args:
+        settings: where the node is and what is asked of it.
+        deadline: seconds that a call may take where it doesn't say.
+
+    Attributes:
+        namespace: of the blocks.
+        deadline: as above.
+    """
+
+    def __init__(self, settings: Settings, deadline: float) -> None:
+        self.namespace: Namespace = settings.namespace
+        self.deadline = deadline
+        self._settings = settings
+        self._tally = Tally()
+        self._counters = Counters()
+        self._health = Health(self._counters)
+        self._wire: StreamWire | None = None
+        self._last: StreamWire | None = None
+        self._opening = asyncio.Lock()
+        self._addresses: list[tuple[socket.AddressFamily, Any]] = []
+        self._closed = False
+
+    # --- blocks --------------------------------------------------------------------------------
+
+    async def match(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        prefetch: bool = False,
+        deadline: float | None = None,
+    ) -> Match:
+        """As ``Client.match``."""
+        operations.check_hashes(hashes)
+        try:
+            return await self._run(
+                lambda terms: operations.match(terms, hashes, prefetch), deadline
+            )
+        except KVStoreError as error:
+            return Match(b"", self._failed(error))
+
+    async def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
+        """As ``Client.exists``."""
+        operations.check_hashes(hashes)
+        try:
+            return await self._run(lambda terms: operations.exists(terms, hashes), deadline)
+        except KVStoreError as error:
+            return GetResult(bytes(len(hashes)), self._failed(error))
+
+    async def get(
+        self,
+        hashes: Sequence[bytes],
+        into: Sequence[Any],
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        wait: bool = False,
+        deadline: float | None = None,
+    ) -> GetResult:
+        """As ``Client.get``."""
+        operations.check_hashes(hashes)
+        wanted = operations.byte_range(self.namespace, offset, length)
+        buffers = operations.destinations(into, len(hashes), wanted)
+        try:
+            result = await self._run(
+                lambda terms: operations.get(terms, hashes, buffers, offset, wait), deadline
+            )
+        except KVStoreError as error:
+            result = GetResult(bytes(len(hashes)), self._failed(error))
+        self._tally.got(len(hashes), result.found, wanted)
+        return result
+
+    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> AsyncViews:
+        """As ``Client.view``: ``async with client.view(hashes) as views``."""
+        operations.check_hashes(hashes)
+        return AsyncViews(self, hashes, deadline)
+
+    async def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        parent: bytes = ROOT_PARENT,
+        deadline: float | None = None,
+    ) -> PutResult:
+        """As ``Client.put``."""
+        operations.check_hashes(hashes)
+        check_hash(parent)
+        operations.check_blocks(self.namespace, hashes, blocks)
+        try:
+            result = await self._run(
+                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
+            )
+        except KVStoreError as error:
+            result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
+        self._tally.put(result.stored, self.namespace.block_bytes)
+        return result
+
+    def prefixes(self, layout: Layout) -> AsyncPrefixes:
+        """As ``Client.prefixes``."""
+        return AsyncPrefixes(self, layout)
+
+    # --- the client ----------------------------------------------------------------------------
+
+    def stats(self) -> ClientStats:
+        """What the client has done so far, and how it is connected."""
+        return self._tally.stats(
+            self._settings.endpoint.url,
+            [self._counters],
+            connected=self._health.state == "connected",
+            session=self._last,
+        )
+
+    async def open(self) -> None:
+        """Open the session now.
+
+        Raises:
+            KVStoreError: why that can't be done.
+        """
+        await self._ready(time.monotonic() + self.deadline)
+
+    async def close(self) -> None:
+        """End the session and give back all memory; calls under way return misses."""
+        self._closed = True
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    async def _run(self, begin: Callable[[Terms], Operation[T]], deadline: float | None) -> T:
+        return (await self._run_on_wire(begin, deadline))[0]
+
+    async def _run_on_wire(
+        self, begin: Callable[[Terms], Operation[T]], deadline: float | None
+    ) -> tuple[T, StreamWire]:
+        """Carry out an operation; once more where a session's end cut it short."""
+        end = time.monotonic() + (self.deadline if deadline is None else deadline)
+        self._tally.calls += 1
+        wire = await self._ready(end)
+        try:
+            return await self._try(wire, begin, end), wire
+        except Unavailable:
+            if not wire.closed or self._closed:
+                raise
+        wire = await self._ready(end)
+        return await self._try(wire, begin, end), wire
+
+    async def _try(self, wire: StreamWire, begin: Callable[[Terms], Operation[T]], end: float) -> T:
+        heard, timeouts = wire.heard, self._counters.timeouts
+        try:
+            return await wire.run(begin(wire.terms), end)
+        except KVStoreError as error:
+            ours = self._wire is wire
+            if ours:
+                self._health.judge(
+                    error,
+                    heard=wire.heard != heard,
+                    timed_out=self._counters.timeouts != timeouts,
+                    closed=wire.closed,
+                )
+            raise
+        finally:
+            if wire.closed and self._wire is wire:
+                self._wire = None
+
+    async def _ready(self, end: float) -> StreamWire:
+        if (wire := self._usable()) is not None:
+            return wire
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                await self._opening.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded("no session was opened before the deadline") from error
+        try:
+            return self._usable() or await self._connect(end)
+        finally:
+            self._opening.release()
+
+    def _usable(self) -> StreamWire | None:
+        if self._closed:
+            raise Unavailable("the client is closed")
+        if self._wire is not None and self._wire.closed:
+            self._wire = None
+            self._health.lost(Unavailable("the node ended the session"))
+        return self._wire if self._health.admit() else None
+
+    async def _connect(self, end: float) -> StreamWire:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+        try:
+            self._wire = self._last = wire = await self._open(end)
+        except KVStoreError as error:
+            self._health.not_opened(error)
+            raise
+        self._health.opened()
+        logger.info(
+            "session with %s (incarnation %s) at %s over %s",
+            wire.node,
+            wire.incarnation,
+            self._settings.endpoint.url,
+            wire.transport,
+        )
+        return wire
+
+    async def _open(self, end: float) -> StreamWire:
+        addresses, self._addresses = self._addresses, []
+        if not addresses:
+            addresses = await asyncio.to_thread(self._settings.endpoint.addresses)
+        error: KVStoreError = Unavailable("the node has no address")
+        for address in addresses:
+            try:
+                wire = await StreamWire.open(self._settings, address, self._counters, end)
+            except (Unavailable, DeadlineExceeded) as failed:
+                error = failed
+            else:
+                self._addresses = addresses
+                return wire
+        raise error
+
+    async def _view(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
+        try:
+            seen, wire = await self._run_on_wire(
+                lambda terms: operations.view(terms, hashes), deadline
+            )
+        except KVStoreError as error:
+            views = BlockViews.missed(len(hashes), self._failed(error))
+        else:
+            views = BlockViews(seen, wire, wire.release)
+        self._tally.got(len(hashes), views.found, self.namespace.block_bytes)
+        return views
+
+    def _failed(self, error: KVStoreError) -> str:
+        """The code of an error that is a miss.
+
+        Raises:
+            InvalidRequest: it is the caller's mistake.
+        """
+        if isinstance(error, InvalidRequest):
+            raise error
+        self._tally.failed(error)
+        return error.code
+
+
+class AsyncViews:
+    """Shows blocks for the time of an ``async with`` block."""
+
+    __slots__ = ("_client", "_deadline", "_hashes", "_views")
+
+    def __init__(
+        self, client: AsyncClient, hashes: Sequence[bytes], deadline: float | None
+    ) -> None:
+        self._client = client
+        self._hashes = hashes
+        self._deadline = deadline
+        self._views: BlockViews | None = None
+
+    async def __aenter__(self) -> BlockViews:
+        self._views = await self._client._view(self._hashes, self._deadline)
+        return self._views
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._views is not None:
+            self._views.release()

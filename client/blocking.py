@@ -281,7 +281,7 @@ class Client:
         try:
             seen = lane.run(lambda terms: operations.view(terms, hashes), end)
             self._last = wire = lane.wire
-            return BlockViews(seen, wire, lambda views: self._unpin(lane, wire, views.leases))
+            return BlockViews(seen, wire, lambda leases: self._unpin(lane, wire, leases))
         finally:
             self._check_in(lane)
 

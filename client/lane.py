@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from client.endpoint import Settings
+from client.health import Health
 from client.operations import Operation, Terms
 from client.wire import Wire
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
-from kvstore.protocol.breaker import Breaker, Decision
 from kvstore.protocol.caller import Counters
 
 logger = logging.getLogger("kvstore.client")
@@ -37,14 +36,13 @@ class Lane:
         self.wire: Wire | None = None
         self.releases: list[tuple[Wire, list[int]]] = []
         self._settings = settings
-        self._breaker = Breaker()
+        self._health = Health(self.counters)
         self._addresses: list[tuple[socket.AddressFamily, Any]] = []
-        self._last_error: KVStoreError = Unavailable("the node has not been reached yet")
 
     @property
     def state(self) -> str:
         """``connected``, ``suspect`` or ``disconnected``."""
-        return self._breaker.state
+        return self._health.state
 
     def run(self, begin: Callable[[Terms], Operation[T]], end: float) -> T:
         """Carry out an operation, opening a session first where there is none.
@@ -60,20 +58,12 @@ class Lane:
             KVStoreError: as the node answered, or why it did not.
         """
         wire = self.ready(end)
-        heard, timeouts = wire.heard, self.counters.timeouts
         try:
-            return wire.run(begin(wire.terms), end)
-        except KVStoreError as error:
-            self._judge(wire, error, heard, timeouts)
-            if not (wire.closed and isinstance(error, Unavailable)):
+            return self._try(wire, begin, end)
+        except Unavailable:
+            if not wire.closed:
                 raise
-        wire = self.ready(end)
-        heard, timeouts = wire.heard, self.counters.timeouts
-        try:
-            return wire.run(begin(wire.terms), end)
-        except KVStoreError as error:
-            self._judge(wire, error, heard, timeouts)
-            raise
+        return self._try(self.ready(end), begin, end)
 
     def ready(self, end: float) -> Wire:
         """The session to use now.
@@ -81,15 +71,10 @@ class Lane:
         Raises:
             KVStoreError: there is none, and none can be opened now.
         """
-        wire = self.wire
-        if wire is not None and self._breaker.suspect:
-            self._catch_up(wire)
-        decision = self._breaker.decide(time.monotonic())
-        if decision is Decision.TRY and self.wire is not None:
+        if self.wire is not None and self._health.suspect:
+            self._catch_up(self.wire)
+        if self._health.admit() and self.wire is not None:
             return self.wire
-        if decision is Decision.REFUSE:
-            self.counters.refused += 1
-            raise self._last_error
         return self._connect(end)
 
     def flush(self, end: float) -> None:
@@ -106,33 +91,45 @@ class Lane:
             self.wire.close()
             self.wire = None
 
+    def _try(self, wire: Wire, begin: Callable[[Terms], Operation[T]], end: float) -> T:
+        heard, timeouts = wire.heard, self.counters.timeouts
+        try:
+            return wire.run(begin(wire.terms), end)
+        except KVStoreError as error:
+            self._health.judge(
+                error,
+                heard=wire.heard != heard,
+                timed_out=self.counters.timeouts != timeouts,
+                closed=wire.closed,
+            )
+            raise
+        finally:
+            if wire.closed:
+                self.wire = None
+
     def _catch_up(self, wire: Wire) -> None:
         heard = wire.heard
         wire.catch_up()
+        if wire.heard != heard:
+            self._health.answered()
         if wire.closed:
-            self._breaker.connection_lost(time.monotonic())
             self.wire = None
-        elif wire.heard != heard:
-            self._breaker.answered()
+            self._health.lost(Unavailable("the node ended the session"))
 
     def _connect(self, end: float) -> Wire:
-        if self.wire is not None:
-            self.wire.close()
-            self.wire = None
+        self.close()
         try:
             self.wire = self._open(end)
         except KVStoreError as error:
-            self._breaker.connect_failed(time.monotonic())
-            self.counters.connect_failures += 1
-            self._last_error = error
+            self._health.not_opened(error)
             raise
-        self._breaker.connection_made()
+        self._health.opened()
         logger.info(
             "session with %s (incarnation %s) at %s over %s",
             self.wire.node,
             self.wire.incarnation,
             self._settings.endpoint.url,
-            self.wire.terms.transport.name,
+            self.wire.transport,
         )
         return self.wire
 
@@ -149,16 +146,3 @@ class Lane:
                 self._addresses = addresses
                 return wire
         raise error
-
-    def _judge(self, wire: Wire, error: KVStoreError, heard: int, timeouts: int) -> None:
-        """Draw conclusions about the node from a call that failed."""
-        now = time.monotonic()
-        if wire.heard != heard:
-            self._breaker.answered()
-        elif self.counters.timeouts != timeouts:
-            self._breaker.timed_out(now)
-            self._last_error = error
-        if wire.closed:
-            self.wire = None
-            self._breaker.connection_lost(now)
-            self._last_error = error

@@ -7,13 +7,14 @@ came of it. The blocking and the asyncio client differ in their drivers alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from client.buffers import flat_bytes, writable_bytes
 from client.results import BUSY, FAILED, REFUSED, STORED, GetResult, Match, PutResult
-from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, Unavailable
+from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
@@ -59,24 +60,25 @@ class MapSegments:
 
 @dataclass(slots=True)
 class Move:
-    """Move many bytes by CPU, where that holds up nobody else; comes back as ``None``."""
+    """Move many bytes by CPU, where that holds up nobody else; comes back as ``None``.
+
+    Attributes:
+        work: does it.
+        length: number of bytes.
+    """
 
     work: Callable[[], object]
+    length: int
 
 
 @dataclass(slots=True)
 class Release:
-    """Give back the pins of a lease; comes back as whether they lasted until now."""
+    """Give back the pins of leases; comes back as whether they lasted until now."""
 
-    lease: int
-
-
-@dataclass(slots=True)
-class Drop:
-    """End the session, and with it all that it holds; comes back as ``None``."""
+    leases: list[int]
 
 
-Step: TypeAlias = Call | Pipeline | MapSegments | Move | Release | Drop
+Step: TypeAlias = Call | Pipeline | MapSegments | Move | Release
 Operation: TypeAlias = Generator[Step, Any, T]
 
 
@@ -89,12 +91,16 @@ class Terms:
         transport: how its payload moves.
         max_payload: bytes that may follow one header.
         max_hashes: hashes that one request may name.
+        leases: of operations that ended early, for the driver to give back.
+        reservations: likewise.
     """
 
     namespace: Namespace
     transport: ClientTransport
     max_payload: int
     max_hashes: int
+    leases: list[int] = field(default_factory=list)
+    reservations: list[int] = field(default_factory=list)
 
     def blocks_at_once(self, block_bytes: int, most_bytes: int) -> int:
         """How many blocks one request may move."""
@@ -229,15 +235,17 @@ def _get_batch(
 
     inline = not transport.shares_memory and request.destinations is None
     answer: messages.GetAnswer = yield Call(request, sink=found if inline else None)
-    if answer.tiers.count(messages.ABSENT) == len(answer.tiers):
-        return answer.tiers
-    if missing := transport.missing(answer.locations):
-        yield MapSegments(missing)
     targets = found(answer)
-    yield Move(lambda: transport.place(answer.locations, targets))
-    if answer.lease and not (yield Release(answer.lease)):
-        return bytes(len(answer.tiers))
-    return answer.tiers
+    if not targets:
+        return answer.tiers
+    lasted = True
+    with _kept(terms, [answer.lease] if answer.lease else []) as leases:
+        if missing := transport.missing(answer.locations):
+            yield MapSegments(missing)
+        yield Move(lambda: transport.place(answer.locations, targets), sum(map(len, targets)))
+        if leases:
+            lasted = yield Release(leases)
+    return answer.tiers if lasted else bytes(len(answer.tiers))
 
 
 def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
@@ -248,12 +256,23 @@ def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     if len(hashes) <= step:
         return (yield from _view_batch(terms, hashes))
     seen = Seen(b"", [], [])
-    for start in range(0, len(hashes), step):
-        part = yield from _view_batch(terms, hashes[start : start + step])
-        seen.codes += part.codes
-        seen.views += part.views
-        seen.leases += part.leases
+    with _kept(terms, seen.leases):
+        for start in range(0, len(hashes), step):
+            part = yield from _view_batch(terms, hashes[start : start + step])
+            seen.codes += part.codes
+            seen.views += part.views
+            seen.leases += part.leases
     return seen
+
+
+@contextmanager
+def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
+    """Have the leases given back if the operation ends early."""
+    try:
+        yield leases
+    except BaseException:
+        terms.leases += leases
+        raise
 
 
 def _view_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
@@ -263,9 +282,10 @@ def _view_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
         return (yield from _receive_batch(terms, hashes))
     transport, size = terms.transport, terms.namespace.block_bytes
     answer: messages.GetAnswer = yield Call(messages.Get(hashes))
-    if missing := transport.missing(answer.locations):
-        yield MapSegments(missing)
     leases = [answer.lease] if answer.lease else []
+    if missing := transport.missing(answer.locations):
+        with _kept(terms, leases):
+            yield MapSegments(missing)
     views: list[memoryview | None] = list(transport.views(answer.locations or (), size))
     if len(views) < len(hashes):
         views = _spread(answer.tiers, views)
@@ -337,14 +357,14 @@ def _put_chain(
     indexes = [i for i, verdict in enumerate(answer.verdicts) if verdict == messages.FILL]
     if not indexes:
         return answer.verdicts
+    committed = b""
     try:
         committed = yield from _fill(terms, answer, indexes, blocks, first)
     except InvalidRequest as error:
-        yield Drop()
         raise Unavailable(f"the node gave up the blocks it had reserved: {error}") from error
-    except KVStoreError:
-        yield Drop()
-        raise
+    finally:
+        if not committed or not all(committed):
+            terms.reservations.append(answer.reservation)
     codes = bytearray(answer.verdicts)
     for index, done in zip(indexes, committed, strict=True):
         codes[index] = STORED if done else FAILED
@@ -362,10 +382,7 @@ def _fill(
     if missing := terms.transport.missing(answer.locations):
         yield MapSegments(missing)
     step = _fill_shared if terms.transport.shares_memory else _send
-    committed = yield from step(terms, answer, indexes, blocks, first)
-    if not all(committed):
-        yield Call(messages.Abort(answer.reservation))
-    return committed
+    return (yield from step(terms, answer, indexes, blocks, first))
 
 
 def _fill_shared(
@@ -376,11 +393,11 @@ def _fill_shared(
     first: int,
 ) -> Operation[bytes]:
     """Copy the blocks to where the node has room for them, then commit them together."""
-    places = answer.locations or ()
+    places, size = answer.locations or (), terms.namespace.block_bytes
     for start, stop in _parts(terms, len(indexes)):
         buffers = [flat_bytes(blocks[first + index]) for index in indexes[start:stop]]
-        yield Move(partial(terms.transport.fill, places[start:stop], 0, buffers))
-    size = terms.namespace.block_bytes
+        fill = partial(terms.transport.fill, places[start:stop], 0, buffers)
+        yield Move(fill, size * len(buffers))
     committing = Call(messages.Write(answer.reservation, indexes, 0, size))
     written: messages.WriteAnswer = yield committing
     return written.committed

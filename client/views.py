@@ -36,7 +36,7 @@ class BlockViews(Sequence["memoryview | None"]):
         self,
         seen: Seen,
         session: Session | None,
-        unpin: Callable[[BlockViews], None] | None,
+        unpin: Callable[[list[int]], object] | None,
         failure: str | None = None,
     ) -> None:
         self.codes = seen.codes
@@ -96,7 +96,7 @@ class BlockViews(Sequence["memoryview | None"]):
         self._views = [None] * len(self._views)
         unpin, self._unpin = self._unpin, None
         if unpin is not None and self.leases:
-            unpin(self)
+            unpin(self.leases)
 
     def __enter__(self) -> BlockViews:
         return self

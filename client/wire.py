@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 from client.endpoint import TRANSPORTS, Settings, open_socket
 from client.operations import (
     Call,
-    MapSegments,
     Move,
     Operation,
     Pipeline,
@@ -26,7 +25,7 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavai
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
 from kvstore.protocol.fields import MAX_SEGMENTS
-from kvstore.protocol.messages import Segments
+from kvstore.protocol.messages import Abort, Segments
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport, receive_with_fds
 from rdma.stream import tune
@@ -151,6 +150,8 @@ class Wire:
             raise
         finally:
             operation.close()
+            if self.terms.leases or self.terms.reservations:
+                self._give_back(end)
 
     def release(self, leases: list[int], end: float) -> bool:
         """Give back the pins of leases.
@@ -197,19 +198,31 @@ class Wire:
     # --- steps ---------------------------------------------------------------------------------
 
     def _do(self, step: Step, end: float) -> Any:
-        kind = type(step)
-        if kind is Call:
-            return self._call(step, end)  # type: ignore[arg-type]
+        if isinstance(step, Call):
+            return self._call(step, end)
         if isinstance(step, Move):
             step.work()
             return None
         if isinstance(step, Release):
-            return self.release([step.lease], end)
+            return self.release(step.leases, end)
         if isinstance(step, Pipeline):
             return self._pipeline(step.calls, end)
-        if isinstance(step, MapSegments):
-            return self._map(step.numbers, end)
-        return self.close()
+        return self._map(step.numbers, end)
+
+    def _give_back(self, end: float) -> None:
+        """Have the node drop what operations left behind, without waiting for its answer."""
+        leases, self.terms.leases = self.terms.leases, []
+        reservations, self.terms.reservations = self.terms.reservations, []
+        if self.closed:
+            return
+        if leases:
+            self.release(leases, end)
+        soon = max(end, time.monotonic() + _SLACK)
+        try:
+            for number in reservations:
+                self._begin(Call(Abort(number)), soon)
+        except KVStoreError as error:
+            logger.debug("the session ended before all was given back: %s", error)
 
     def _call(self, call: Call, end: float) -> Any:
         pending = self._begin(call, end)

@@ -28,6 +28,7 @@ import kvstore
 ENGINE = Path(__file__).with_name("engine.py")
 START_SECONDS = 30.0
 STOP_SECONDS = 30.0
+TABLE_WIDTH = 108
 SETTINGS = {
     "DRAM__CAPACITY": "256MiB",
     "SSD__CAPACITY": "512MiB",
@@ -46,8 +47,8 @@ class Stage:
     turns: int
 
 
-BEFORE_RESTART = (Stage("A", 2, 3), Stage("B", 3, 4))
-AFTER_RESTART = (Stage("C", 3, 5),)
+BEFORE_RESTART = (Stage("A", 2, 2), Stage("B", 2, 3))
+AFTER_RESTART = (Stage("C", 2, 4),)
 
 
 class DemoError(Exception):
@@ -64,13 +65,17 @@ def daemon(state: Path) -> Iterator[str]:
     Yields:
         The URL to connect to.
     """
-    settings = {**SETTINGS, "NODE__STATE_DIRECTORY": str(state), "SSD__DIRECTORY": str(state)}
+    settings = {
+        **SETTINGS,
+        "NODE__STATE_DIRECTORY": str(state),
+        "SSD__DIRECTORY": str(state / "ssd"),
+    }
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
     environment = kept | {f"KVSTORE_{name}": value for name, value in settings.items()}
     log = state / "daemon.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.cli.main", "serve"],
+            [sys.executable, "-m", "kvstore", "serve"],
             env=environment,
             stdout=output,
             stderr=output,
@@ -98,7 +103,12 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None
             time.sleep(0.05)
         else:
             return
-    raise DemoError(f"the daemon did not start:\n{log.read_text(errors='replace')[-2000:]}")
+    raise DemoError(f"the daemon did not start:\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    """The end of what the daemon said."""
+    return log.read_text(errors="replace")[-2_000:]
 
 
 def stop(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -189,6 +199,7 @@ def verdict(rows: list[dict[str, Any]]) -> str | None:
 def main() -> int:
     """Run the demo."""
     console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
     began = time.monotonic()
     disk = Path("/var/tmp")
     with tempfile.TemporaryDirectory(

@@ -21,9 +21,9 @@ from client.transformers import layout_of
 
 SEED = 20_240
 VOCABULARY = 8_192
-SYSTEM_TOKENS = 1_400
+SYSTEM_TOKENS = 1_300
 QUESTION_TOKENS = 48
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 10
 BLOCK_TOKENS = 16
 
 
@@ -60,7 +60,8 @@ def build_model() -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM
+    return model(config).eval()
 
 
 def text(name: str, tokens: int) -> Any:

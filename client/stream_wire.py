@@ -1,0 +1,338 @@
+"""One asyncio session with a node: many calls at once over one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from client.endpoint import TRANSPORTS, Settings
+from client.operations import (
+    Call,
+    Move,
+    Operation,
+    Pipeline,
+    Release,
+    Step,
+    Terms,
+    make_terms,
+)
+from client.wire import adopt
+from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
+from kvstore.protocol.caller import Call as Pending
+from kvstore.protocol.caller import Caller, Counters
+from kvstore.protocol.fields import MAX_SEGMENTS
+from kvstore.protocol.messages import Abort, GetAnswer, ReserveAnswer, Segments
+from rdma.errors import TransportError
+from rdma.shm import ShmClientTransport
+from rdma.stream import SocketStream
+from rdma.transport import ClientTransport
+
+logger = logging.getLogger("kvstore.client")
+
+T = TypeVar("T")
+
+_INLINE_BYTES: Final = 256 << 10
+"""Bytes that the event loop moves itself; more are moved by a thread of its executor."""
+
+_ABORT_SECONDS: Final = 1.0
+"""What the node is told about how long an answer to an abort is of use: none is waited for."""
+
+
+class StreamWire:
+    """One connection with an open session, shared by all calls of an event loop.
+
+    Attributes:
+        terms: what the session agreed on.
+        node: name of the node.
+        incarnation: which start of the node this is.
+        closed: whether it has ended.
+    """
+
+    terms: Terms
+    node: str
+    incarnation: str
+
+    def __init__(self, connected: socket.socket, counters: Counters) -> None:
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self._caller = Caller(counters)
+        self._transport: ClientTransport | None = None
+        self._mapping = asyncio.Lock()
+        self._stream: SocketStream[Pending[Any]] = SocketStream(
+            connected, self._caller, self._done, self._ended
+        )
+        self._stream.start()
+
+    @classmethod
+    async def open(
+        cls, settings: Settings, address: Any, counters: Counters, end: float
+    ) -> StreamWire:
+        """Connect and open a session.
+
+        Args:
+            settings: what the session asks for.
+            address: family and address of the node.
+            counters: where to count.
+            end: when to give up, on the monotonic clock.
+
+        Raises:
+            KVStoreError: the node can't be reached, is too slow, or refuses.
+        """
+        wire = cls(await _open_socket(address, end), counters)
+        try:
+            welcome = await wire._call(Call(settings.hello()), end)
+            wire._transport = TRANSPORTS[welcome.transport]()
+            wire.terms = make_terms(settings.namespace, welcome, wire._transport)
+        except BaseException:
+            wire.close()
+            raise
+        wire.node, wire.incarnation = welcome.node, welcome.incarnation
+        wire._caller.set_max_payload(wire.terms.max_payload)
+        counters.connects += 1
+        return wire
+
+    @property
+    def transport(self) -> str:
+        """How payload moves."""
+        return self.terms.transport.name
+
+    @property
+    def heard(self) -> int:
+        """How many answers have come."""
+        return self._caller.heard
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node has not ended the session, as far as is known."""
+        return not self.closed
+
+    async def run(self, operation: Operation[T], end: float) -> T:
+        """Carry out an operation.
+
+        A cancelled operation touches no memory of the caller any more.
+
+        Args:
+            operation: what to do.
+            end: when to give up, on the monotonic clock.
+
+        Raises:
+            KVStoreError: as the node answered; ``DeadlineExceeded`` and ``Unavailable`` where it
+                did not. The connection may be closed then.
+        """
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    value = await self._do(step, end)
+                except TransportError as error:
+                    self.close()
+                    step = operation.throw(ProtocolError(f"the node broke its word: {error}"))
+                except KVStoreError as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(value)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            operation.close()
+            if self.terms.leases or self.terms.reservations:
+                self._give_back()
+
+    def release(self, leases: list[int]) -> bool:
+        """Give back the pins of leases.
+
+        Returns:
+            Whether they lasted until now.
+        """
+        if self.closed:
+            return False
+        self._stream.send([self._caller.release(leases)])
+        return not self.closed
+
+    def close(self, error: KVStoreError | None = None) -> None:
+        """End the session and give back everything that was held for it.
+
+        Args:
+            error: why, where that is not the owner's wish.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._stream.close()
+        self._done(self._caller.lose(error or Unavailable("the connection is closed")))
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    async def _do(self, step: Step, end: float) -> Any:
+        if isinstance(step, Call):
+            return await self._call(step, end)
+        if isinstance(step, Pipeline):
+            return await self._pipeline(step.calls, end)
+        if isinstance(step, Move):
+            return await self._move(step)
+        if isinstance(step, Release):
+            return self.release(step.leases)
+        return await self._map(step.numbers, end)
+
+    async def _call(self, call: Call, end: float) -> Any:
+        return (await self._pipeline([call], end))[0]
+
+    async def _pipeline(self, calls: Sequence[Call], end: float) -> list[Any]:
+        begun: list[Pending[Any]] = []
+        unsent: set[Pending[Any]] = set()
+        timer = self._loop.call_later(end - time.monotonic(), self._expire, begun)
+        try:
+            for call in calls:
+                begun.append(self._begin(call, end, unsent))
+            for pending in begun:
+                if not pending.done:
+                    await self._future_of(pending)
+        except asyncio.CancelledError:
+            self._forsake(begun)
+            raise
+        finally:
+            timer.cancel()
+            self._expire(begun)
+            if unsent:
+                # The stream would go on to send memory that is the caller's again.
+                self.close(Unavailable("the node did not take a request in time"))
+        return [pending.result() for pending in begun]
+
+    async def _map(self, numbers: list[int], end: float) -> None:
+        transport = self.terms.transport
+        if not isinstance(transport, ShmClientTransport):
+            raise ProtocolError(f"segments named over {transport.name}")
+        async with self._mapping:
+            wanted = sorted(set(numbers).difference(transport.segments.numbers()))
+            self._stream.on_fds = self._caller.feed_fds
+            try:
+                for start in range(0, len(wanted), MAX_SEGMENTS):
+                    call = Call(Segments(wanted[start : start + MAX_SEGMENTS]))
+                    await self._adopt(transport, call, end)
+            finally:
+                self._stream.on_fds = None
+
+    async def _adopt(self, transport: ShmClientTransport, call: Call, end: float) -> None:
+        unsent: set[Pending[Any]] = set()
+        pending = self._begin(call, end, unsent)
+        timer = self._loop.call_later(end - time.monotonic(), self._expire, [pending])
+        try:
+            if not pending.done:
+                await self._future_of(pending)
+        finally:
+            timer.cancel()
+            self._expire([pending])
+        adopt(transport, pending)
+
+    async def _move(self, step: Move) -> None:
+        if step.length <= _INLINE_BYTES:
+            step.work()
+            return
+        moved = self._loop.run_in_executor(None, step.work)
+        try:
+            await asyncio.shield(moved)
+        except asyncio.CancelledError:
+            # A thread can't be stopped, and the memory is the caller's again once this returns.
+            while not moved.done():
+                try:
+                    await asyncio.wait([moved])
+                except asyncio.CancelledError:
+                    continue
+            raise
+
+    def _give_back(self) -> None:
+        """Have the node drop what operations left behind, without waiting for its answer."""
+        leases, self.terms.leases = self.terms.leases, []
+        reservations, self.terms.reservations = self.terms.reservations, []
+        if self.closed:
+            return
+        if leases:
+            self.release(leases)
+        try:
+            for number in reservations:
+                self._begin(Call(Abort(number)), time.monotonic() + _ABORT_SECONDS, set())
+        except KVStoreError as error:
+            logger.debug("the session ended before all was given back: %s", error)
+
+    def _forsake(self, begun: Sequence[Pending[Any]]) -> None:
+        """Remember what answers brought that nobody will read."""
+        for pending in begun:
+            if not pending.done or pending.error is not None:
+                continue
+            answer = pending.result()
+            if isinstance(answer, GetAnswer) and answer.lease:
+                self.terms.leases.append(answer.lease)
+            elif isinstance(answer, ReserveAnswer) and answer.reservation:
+                self.terms.reservations.append(answer.reservation)
+
+    # --- calls in flight -----------------------------------------------------------------------
+
+    def _begin(self, call: Call, end: float, unsent: set[Pending[Any]]) -> Pending[Any]:
+        if self.closed:
+            raise Unavailable("the connection is closed")
+        payload = call.payload
+        length = sum(map(len, payload)) if payload else 0
+        pending, frame = self._caller.begin(call.request, end, time.monotonic(), call.sink, length)
+        for late in self._caller.take_outbox():
+            self._stream.send([late])
+        if not payload:
+            self._stream.send([frame])
+            return pending
+        unsent.add(pending)
+        self._stream.send([frame, *payload], _forget(unsent, pending))
+        return pending
+
+    async def _future_of(self, pending: Pending[Any]) -> None:
+        future = self._loop.create_future()
+        pending.context = future
+        await future
+
+    def _expire(self, begun: Sequence[Pending[Any]]) -> None:
+        """Give up those of the calls that have no answer."""
+        for pending in begun:
+            if not pending.done:
+                self._done([pending, *self._caller.abandon(pending)])
+
+    def _done(self, calls: Sequence[Pending[Any]]) -> None:
+        for pending in calls:
+            future = pending.context
+            if isinstance(future, asyncio.Future) and not future.done():
+                future.set_result(None)
+        if self._caller.broken is not None:
+            self.close(self._caller.broken)
+
+    def _ended(self, error: Exception | None) -> None:
+        self.close(Unavailable(f"the connection broke: {error}"))
+
+
+def _forget(unsent: set[Pending[Any]], pending: Pending[Any]) -> Callable[[bool], None]:
+    def on_sent(_sent: bool) -> None:
+        unsent.discard(pending)
+
+    return on_sent
+
+
+async def _open_socket(address: Any, end: float) -> socket.socket:
+    family, place = address
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setblocking(False)
+    try:
+        async with asyncio.timeout(end - time.monotonic()):
+            await asyncio.get_running_loop().sock_connect(opened, place)
+    except TimeoutError as error:
+        opened.close()
+        raise DeadlineExceeded(f"no connection to {place} in time") from error
+    except OSError as error:
+        opened.close()
+        raise Unavailable(f"no connection to {place}: {error.strerror or error}") from error
+    except BaseException:
+        opened.close()
+        raise
+    return opened

@@ -18,7 +18,7 @@ from client.operations import Operation, Terms
 from client.prefix import AsyncPrefixes
 from client.results import FAILED, ClientStats, GetResult, Match, PutResult
 from client.stream_wire import StreamWire
-from client.tally import Tally
+from client.tally import NO_SESSION, Tally
 from client.views import BlockViews
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.identity import ROOT_PARENT, Namespace, check_hash
@@ -52,7 +52,7 @@ class AsyncClient:
         self._counters = Counters()
         self._health = Health(self._counters)
         self._wire: StreamWire | None = None
-        self._last: StreamWire | None = None
+        self._session = NO_SESSION
         self._opening = asyncio.Lock()
         self._addresses: list[tuple[socket.AddressFamily, Any]] = []
         self._closed = False
@@ -144,7 +144,7 @@ class AsyncClient:
             self._settings.endpoint.url,
             [self._counters],
             connected=self._health.state == "connected",
-            session=self._last,
+            session=self._session,
         )
 
     async def open(self) -> None:
@@ -212,7 +212,8 @@ class AsyncClient:
                 self._wire = None
 
     async def _ready(self, end: float) -> StreamWire:
-        if (wire := self._usable()) is not None:
+        """The session to use now; one call at a time opens one, the others wait for it."""
+        if (wire := self._healthy()) is not None:
             return wire
         try:
             async with asyncio.timeout(end - time.monotonic()):
@@ -220,35 +221,34 @@ class AsyncClient:
         except TimeoutError as error:
             raise DeadlineExceeded("no session was opened before the deadline") from error
         try:
-            return self._usable() or await self._connect(end)
+            if (wire := self._healthy()) is not None:
+                return wire
+            if self._health.admit() and self._wire is not None:
+                return self._wire
+            return await self._connect(end)
         finally:
             self._opening.release()
 
-    def _usable(self) -> StreamWire | None:
+    def _healthy(self) -> StreamWire | None:
         if self._closed:
             raise Unavailable("the client is closed")
         if self._wire is not None and self._wire.closed:
             self._wire = None
             self._health.lost(Unavailable("the node ended the session"))
-        return self._wire if self._health.admit() else None
+        return None if self._health.suspect else self._wire
 
     async def _connect(self, end: float) -> StreamWire:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
         try:
-            self._wire = self._last = wire = await self._open(end)
+            self._wire = wire = await self._open(end)
         except KVStoreError as error:
             self._health.not_opened(error)
             raise
         self._health.opened()
-        logger.info(
-            "session with %s (incarnation %s) at %s over %s",
-            wire.node,
-            wire.incarnation,
-            self._settings.endpoint.url,
-            wire.transport,
-        )
+        self._session = wire.session
+        logger.info("session with %s at %s", self._session, self._settings.endpoint.url)
         return wire
 
     async def _open(self, end: float) -> StreamWire:

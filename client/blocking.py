@@ -17,7 +17,7 @@ from client.layout import Layout
 from client.operations import Operation, Terms
 from client.prefix import Prefixes
 from client.results import FAILED, ClientStats, GetResult, Match, PutResult
-from client.tally import Tally
+from client.tally import NO_SESSION, Tally
 from client.views import BlockViews
 from client.wire import Wire
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
@@ -61,7 +61,7 @@ class Client:
         self._changed = threading.Condition()
         self._waiting = 0
         self._closed = False
-        self._last: Wire | None = None
+        self._session = NO_SESSION
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Client:
             self._settings.endpoint.url,
             [lane.counters for lane in lanes],
             connected=any(lane.state == "connected" for lane in lanes),
-            session=self._last,
+            session=self._session,
         )
 
     def open(self) -> None:
@@ -232,7 +232,8 @@ class Client:
         end = time.monotonic() + self.deadline
         lane = self._check_out(end)
         try:
-            self._last = lane.ready(end)
+            lane.ready(end)
+            self._session = lane.session
         finally:
             self._check_in(lane)
 
@@ -271,7 +272,8 @@ class Client:
         try:
             return lane.run(begin, end)
         finally:
-            self._last = lane.wire or self._last
+            if lane.wire is not None:
+                self._session = lane.session
             self._check_in(lane)
 
     def _run_on_wire(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
@@ -280,9 +282,11 @@ class Client:
         lane = self._check_out(end)
         try:
             seen = lane.run(lambda terms: operations.view(terms, hashes), end)
-            self._last = wire = lane.wire
+            wire = lane.wire
             return BlockViews(seen, wire, lambda leases: self._unpin(lane, wire, leases))
         finally:
+            if lane.wire is not None:
+                self._session = lane.session
             self._check_in(lane)
 
     def _unpin(self, lane: Lane, wire: Wire | None, leases: list[int]) -> None:

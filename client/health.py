@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Unavailable, from_code
 from kvstore.protocol.breaker import Breaker, Decision
 from kvstore.protocol.caller import Counters
 
@@ -19,7 +19,7 @@ class Health:
     def __init__(self, counters: Counters) -> None:
         self._breaker = Breaker()
         self._counters = counters
-        self._last_error: KVStoreError = Unavailable("the node has not been reached yet")
+        self._reason = (Unavailable.code, "the node has not been reached yet", True)
 
     @property
     def state(self) -> str:
@@ -40,7 +40,7 @@ class Health:
         decision = self._breaker.decide(time.monotonic())
         if decision is Decision.REFUSE:
             self._counters.refused += 1
-            raise self._last_error
+            raise from_code(*self._reason)
         return decision is Decision.TRY
 
     def opened(self) -> None:
@@ -51,7 +51,7 @@ class Health:
         """Take note that no session could be opened."""
         self._breaker.connect_failed(time.monotonic())
         self._counters.connect_failures += 1
-        self._last_error = error
+        self._remember(error)
 
     def answered(self) -> None:
         """Take note that the node has answered something."""
@@ -60,7 +60,7 @@ class Health:
     def lost(self, error: KVStoreError) -> None:
         """Take note that the session has ended."""
         self._breaker.connection_lost(time.monotonic())
-        self._last_error = error
+        self._remember(error)
 
     def judge(self, error: KVStoreError, *, heard: bool, timed_out: bool, closed: bool) -> None:
         """Draw conclusions from a call that failed.
@@ -75,6 +75,10 @@ class Health:
             self._breaker.answered()
         elif timed_out:
             self._breaker.timed_out(time.monotonic())
-            self._last_error = error
+            self._remember(error)
         if closed:
             self.lost(error)
+
+    def _remember(self, error: KVStoreError) -> None:
+        """Keep what an error says; itself it would keep the memory of its call alive."""
+        self._reason = (error.code, str(error), error.retry)

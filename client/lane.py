@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from client.endpoint import Settings
 from client.health import Health
 from client.operations import Operation, Terms
+from client.tally import NO_SESSION
 from client.wire import Wire
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.protocol.caller import Counters
@@ -28,12 +29,14 @@ class Lane:
     Attributes:
         counters: what it has done.
         wire: the session, while there is one.
+        session: what the last session is or was.
         releases: leases to give back, from whatever thread.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.counters = Counters()
         self.wire: Wire | None = None
+        self.session = NO_SESSION
         self.releases: list[tuple[Wire, list[int]]] = []
         self._settings = settings
         self._health = Health(self.counters)
@@ -124,13 +127,8 @@ class Lane:
             self._health.not_opened(error)
             raise
         self._health.opened()
-        logger.info(
-            "session with %s (incarnation %s) at %s over %s",
-            self.wire.node,
-            self.wire.incarnation,
-            self._settings.endpoint.url,
-            self.wire.transport,
-        )
+        self.session = self.wire.session
+        logger.info("session with %s at %s", self.session, self._settings.endpoint.url)
         return self.wire
 
     def _open(self, end: float) -> Wire:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from client.results import ClientStats
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.protocol.caller import Counters
 
 
-class OpenSession(Protocol):
-    """What the statistics say of a session."""
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a session is, for logs and statistics.
+
+    Attributes:
+        node: name of the node.
+        incarnation: which start of the node it is.
+        transport: how payload moves.
+    """
 
     node: str
     incarnation: str
+    transport: str
 
-    @property
-    def transport(self) -> str:
-        """How its payload moves."""
+    def __str__(self) -> str:
+        return f"{self.node} (incarnation {self.incarnation}) over {self.transport}"
+
+
+NO_SESSION: Final = SessionFacts("", "", "")
+"""Before the first session."""
 
 
 class Tally:
@@ -58,15 +70,15 @@ class Tally:
         counters: Sequence[Counters],
         *,
         connected: bool,
-        session: OpenSession | None,
+        session: SessionFacts,
     ) -> ClientStats:
         """All of it for the caller."""
         return ClientStats(
             url=url,
             connected=connected,
-            transport=session.transport if session is not None else "",
-            node=session.node if session is not None else "",
-            incarnation=session.incarnation if session is not None else "",
+            transport=session.transport,
+            node=session.node,
+            incarnation=session.incarnation,
             calls=self.calls,
             hits=self._hits,
             misses=self._misses,

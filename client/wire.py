@@ -21,6 +21,7 @@ from client.operations import (
     Terms,
     make_terms,
 )
+from client.tally import SessionFacts
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
@@ -52,13 +53,11 @@ class Wire:
 
     Attributes:
         terms: what the session agreed on.
-        node: name of the node.
-        incarnation: which start of the node this is.
+        session: what it is, for logs and statistics.
     """
 
     terms: Terms
-    node: str
-    incarnation: str
+    session: SessionFacts
 
     def __init__(self, connected: socket.socket, counters: Counters) -> None:
         tune(connected)
@@ -89,15 +88,10 @@ class Wire:
         except BaseException:
             wire.close()
             raise
-        wire.node, wire.incarnation = welcome.node, welcome.incarnation
+        wire.session = SessionFacts(welcome.node, welcome.incarnation, welcome.transport)
         wire._caller.set_max_payload(wire.terms.max_payload)
         counters.connects += 1
         return wire
-
-    @property
-    def transport(self) -> str:
-        """How payload moves."""
-        return self.terms.transport.name
 
     @property
     def heard(self) -> int:

@@ -285,6 +285,8 @@ class Connection:
         _log.info("connection broken", error=str(error), session=repr(self.session))
         self._metrics.errors[error.code] += 1
         self._stream.send([encode(error_header(0, error))])
+        if self._stream.closed:
+            return  # the peer was gone already, and so is all that it held
         if self.session is not None and self.session.transport.name == "shm":
             self._lingering = self._sock.dup()
         self._stream.finish()

@@ -70,7 +70,8 @@ class Fetch:
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._fetch_one(block, wait)) for block in hashes]
         try:
-            await asyncio.wait(tasks, timeout=max(deadline - loop.time(), 0.0))
+            if tasks:
+                await asyncio.wait(tasks, timeout=max(deadline - loop.time(), 0.0))
         finally:
             for task in tasks:
                 task.cancel()
@@ -137,7 +138,7 @@ class Fetch:
 
     async def _is_sound(self, entry: Entry) -> bool:
         """Compare a pinned block with its checksum; drop it where they differ."""
-        expected, extent = entry.checksum, entry.dram
+        expected, extent = self._node.checksum(entry), entry.dram
         if expected is None or extent is None:
             return True
         block = self._node.dram.view(extent, self._shard.block_bytes)

@@ -235,13 +235,8 @@ class Inspection(Administration):
             age=now - entry.created,
             idle=now - entry.last_use,
             pins=entry.pins,
-            checksum=self._checksum(entry),
+            checksum=self._node.checksum(entry),
         )
-
-    def _checksum(self, entry: Entry) -> int | None:
-        if entry.checksum is None and entry.ssd is not None and self._node.ssd is not None:
-            return self._node.ssd.checksum(entry.ssd)
-        return entry.checksum
 
     async def match(self, namespace: bytes, hashes: Sequence[bytes]) -> MatchReport:
         """See ``ControlTarget.match``."""

@@ -94,6 +94,12 @@ class Node:
         for entry in self.index.unpin(entries):
             self._free_extents(entry)
 
+    def checksum(self, entry: Entry) -> int | None:
+        """The crc32c of a block: the one taken at its put, else that of its SSD copy, if any."""
+        if entry.checksum is None and entry.ssd is not None and self.ssd is not None:
+            return self.ssd.checksum(entry.ssd)
+        return entry.checksum
+
     @staticmethod
     def holds(entry: Entry) -> bool:
         """Whether an entry is still in the index: others may have dropped it during a wait."""
@@ -133,6 +139,10 @@ class Node:
         Raises:
             ParentAbsent: the parent of the first block is not held.
         """
+        if parent in shard.reserved:
+            # Below a block that is being written nothing can be committed before it is.
+            self.metrics.puts["busy"] += len(hashes)
+            return bytes([BUSY]) * len(hashes), None
         now = self.clock()
         verdicts = bytearray()
         blocks: dict[int, Entry] = {}
@@ -274,6 +284,7 @@ class Node:
         """Give up the SSD copy of a block that is in DRAM too."""
         assert self.ssd is not None
         assert entry.dram is not None
+        entry.checksum = self.checksum(entry)
         self.ssd.free(self.index.displace(entry, "ssd"))
         self.metrics.evictions["ssd", reason] += 1
 

@@ -26,12 +26,14 @@ class Reservation:
         blocks: the blocks not yet committed, by their position in the request, in order.
         expires: seconds on the node's clock after which others may store these blocks.
         checksums: crc32c of the payload by position, where the client gave it.
+        checking: positions whose bytes are being checked and must not change meanwhile.
     """
 
     number: int
     blocks: dict[int, Entry]
     expires: float
     checksums: dict[int, int] = field(default_factory=dict)
+    checking: set[int] = field(default_factory=set)
     _filled: set[int] = field(default_factory=set)
 
     def select(self, positions: Sequence[int]) -> list[Entry]:
@@ -48,7 +50,7 @@ class Reservation:
             raise InvalidRequest(
                 f"block {error.args[0]} is not to be filled in reservation {self.number}"
             ) from error
-        if not self._filled.isdisjoint(positions):
+        if not (self._filled.isdisjoint(positions) and self.checking.isdisjoint(positions)):
             raise InvalidRequest(f"a block of reservation {self.number} is filled already")
         return selected
 

@@ -387,6 +387,7 @@ class Session:
         if request.checksums is not None:
             reservation.checksums.update(zip(request.indexes, request.checksums, strict=True))
         if self._verify:
+            reservation.checking.update(request.indexes)
             return self._write_verified(request, reservation, blocks)
         return self._commit(request, reservation)
 
@@ -397,7 +398,10 @@ class Session:
             self._node.dram.view(entry.dram, self._size)  # type: ignore[arg-type]
             for entry in blocks
         ]
-        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+        try:
+            sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+        finally:
+            reservation.checking.difference_update(request.indexes)
         for position, checksum in zip(request.indexes, sums, strict=True):
             if reservation.checksums.setdefault(position, checksum) != checksum:
                 raise InvalidRequest(f"block {position} does not match the checksum given for it")

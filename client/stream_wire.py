@@ -21,7 +21,7 @@ from client.operations import (
     make_terms,
 )
 from client.tally import SessionFacts
-from client.wire import adopt
+from client.wire import adopt, outcome
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
@@ -43,6 +43,20 @@ _ABORT_SECONDS: Final = 1.0
 """What the node is told about how long an answer to an abort is of use: none is waited for."""
 
 
+class _StreamCaller(Caller):
+    """A caller that says when the node has ended the stream, be there calls in flight or none."""
+
+    def __init__(self, counters: Counters, on_end: Callable[[], object]) -> None:
+        super().__init__(counters)
+        self._on_end = on_end
+
+    def feed_eof(self) -> list[Pending[Any]]:
+        """Take note of the node's end of the stream."""
+        done = super().feed_eof()
+        self._on_end()
+        return done
+
+
 class StreamWire:
     """One connection with an open session, shared by all calls of an event loop.
 
@@ -58,7 +72,7 @@ class StreamWire:
     def __init__(self, connected: socket.socket, counters: Counters) -> None:
         self.closed = False
         self._loop = asyncio.get_running_loop()
-        self._caller = Caller(counters)
+        self._caller = _StreamCaller(counters, lambda: self._loop.call_soon(self._done, ()))
         self._transport: ClientTransport | None = None
         self._mapping = asyncio.Lock()
         self._stream: SocketStream[Pending[Any]] = SocketStream(
@@ -161,6 +175,8 @@ class StreamWire:
         self._done(self._caller.lose(error or Unavailable("the connection is closed")))
         if self._transport is not None:
             self._transport.close()
+        if isinstance(self._caller.broken, ProtocolError):
+            logger.warning("the node talked nonsense: %s", self._caller.broken)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -197,7 +213,7 @@ class StreamWire:
             if unsent:
                 # The stream would go on to send memory that is the caller's again.
                 self.close(Unavailable("the node did not take a request in time"))
-        return [pending.result() for pending in begun]
+        return [outcome(pending) for pending in begun]
 
     async def _map(self, numbers: list[int], end: float) -> None:
         transport = self.terms.transport
@@ -269,6 +285,7 @@ class StreamWire:
     # --- calls in flight -----------------------------------------------------------------------
 
     def _begin(self, call: Call, end: float, unsent: set[Pending[Any]]) -> Pending[Any]:
+        self._done(())
         if self.closed:
             raise Unavailable("the connection is closed")
         payload = call.payload

@@ -188,6 +188,8 @@ class Wire:
         self._caller.lose(Unavailable("the connection is closed"))
         if self._transport is not None:
             self._transport.close()
+        if isinstance(self._caller.broken, ProtocolError):
+            logger.warning("the node talked nonsense: %s", self._caller.broken)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -222,7 +224,7 @@ class Wire:
         pending = self._begin(call, end)
         while not pending.done:
             self._receive(pending, end)
-        return pending.result()
+        return outcome(pending)
 
     def _pipeline(self, calls: Sequence[Call], end: float) -> list[Any]:
         begun: list[Pending[Any]] = []
@@ -235,7 +237,7 @@ class Wire:
         finally:
             for pending in begun:
                 self._caller.abandon(pending)
-        return [pending.result() for pending in begun]
+        return [outcome(pending) for pending in begun]
 
     def _map(self, numbers: list[int], end: float) -> None:
         transport = self.terms.transport
@@ -344,6 +346,19 @@ class Wire:
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
 
+def outcome(pending: Pending[Any]) -> Any:
+    """The answer to a call that is over.
+
+    Raises:
+        KVStoreError: it failed.
+    """
+    if pending.abandoned:
+        # The call is remembered until its late answer comes. An error raised from within it would
+        # keep the frames that it passed through, and so the caller's memory, for as long.
+        raise DeadlineExceeded("no answer within the deadline")
+    return pending.result()
+
+
 def adopt(transport: ShmClientTransport, pending: Pending[Any]) -> None:
     """Map the segments that an answer brought.
 
@@ -355,7 +370,7 @@ def adopt(transport: ShmClientTransport, pending: Pending[Any]) -> None:
         KVStoreError: the call failed.
         TransportError: a segment can't be mapped.
     """
-    answer = pending.result()
+    answer = outcome(pending)
     fds, pending.fds = pending.fds, []
     try:
         for number, size in answer.segments:

@@ -139,6 +139,17 @@ class ClientTransport(ABC):
     shares_memory: ClassVar[bool] = False
     """Whether blocks can be looked at where they lie (``views``)."""
 
+    def offer(self) -> dict[str, object]:
+        """Return what the node must know to use the transport; travels in HELLO."""
+        return {}
+
+    def accept(self, details: dict[str, object]) -> None:
+        """Take what the node's half said of itself (``welcome``); the node has chosen this one.
+
+        Raises:
+            TransportError: the details make no sense, or the two halves cannot be joined.
+        """
+
     def destinations(self, buffers: Sequence[memoryview]) -> Sequence[int] | None:
         """Return what ``GET`` says about the memory that the blocks are to land in."""
         return None

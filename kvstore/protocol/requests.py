@@ -8,7 +8,7 @@ not fit what was asked is refused there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
 from kvstore.protocol import fields
@@ -78,6 +78,7 @@ class Hello:
         shard: the client's shard of each block.
         transports: the transports that the client can use, the one it likes most first.
         client: a name for logs.
+        offers: what the node must know to use a transport, by the transport's name.
     """
 
     op: ClassVar[int] = 1
@@ -89,6 +90,7 @@ class Hello:
     shard: int
     transports: list[str]
     client: str = ""
+    offers: dict[str, object] = field(default_factory=dict)
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
@@ -100,6 +102,7 @@ class Hello:
             self.shard,
             self.transports,
             self.client,
+            self.offers,
         ]
 
     def __repr__(self) -> str:
@@ -109,8 +112,8 @@ class Hello:
     @classmethod
     def parse(cls, values: Sequence[object]) -> Hello:
         """Check ``values`` and return the request that they are."""
-        fields.arguments(values, 7, "HELLO")
-        version, tenant, token, namespace, shard, transports, client = values
+        fields.arguments(values, 8, "HELLO")
+        version, tenant, token, namespace, shard, transports, client, offers = values
         if type(transports) is not list or not 0 < len(transports) <= fields.MAX_TRANSPORTS:
             fields.wrong(f"transports must be a list of 1 to {fields.MAX_TRANSPORTS} names")
         return cls(
@@ -121,6 +124,7 @@ class Hello:
             fields.integer(shard, 0, 0xFFFF, "shard"),
             [fields.text(name, "transport") for name in transports],
             fields.text(client, "client name"),
+            fields.mapping(offers, "offers"),
         )
 
     def read(self, values: Sequence[object]) -> Welcome:

@@ -159,14 +159,14 @@ BAD_REQUESTS: list[list[object]] = [
     [1, Write.op, 0, 1, [0], 0, 0, True, [1 << 32], None],
     [1, Abort.op, 0, 0],
     [1, Segments.op, 0, list(range(1000))],
-    [1, Hello.op, 0, 1, "t", None, {}, 0, [], ""],
-    [1, Hello.op, 0, 1, "t", None, {}, 0, ["shm"] * 17, ""],
-    [1, Hello.op, 0, 1, "t", None, {}, 0, [1], ""],
-    [1, Hello.op, 0, 1, "t", b"", {}, 0, ["tcp"], ""],
-    [1, Hello.op, 0, 1, "t", None, {b"m": 1}, 0, ["tcp"], ""],
-    [1, Hello.op, 0, 1, "t", None, [], 0, ["tcp"], ""],
-    [1, Hello.op, 0, 1, "t", None, {str(n): n for n in range(65)}, 0, ["tcp"], ""],
-    [1, Hello.op, 0, 1, "t" * 5000, None, {}, 0, ["tcp"], ""],
+    [1, Hello.op, 0, 1, "t", None, {}, 0, [], "", {}],
+    [1, Hello.op, 0, 1, "t", None, {}, 0, ["shm"] * 17, "", {}],
+    [1, Hello.op, 0, 1, "t", None, {}, 0, [1], "", {}],
+    [1, Hello.op, 0, 1, "t", b"", {}, 0, ["tcp"], "", {}],
+    [1, Hello.op, 0, 1, "t", None, {b"m": 1}, 0, ["tcp"], "", {}],
+    [1, Hello.op, 0, 1, "t", None, [], 0, ["tcp"], "", {}],
+    [1, Hello.op, 0, 1, "t", None, {str(n): n for n in range(65)}, 0, ["tcp"], "", {}],
+    [1, Hello.op, 0, 1, "t" * 5000, None, {}, 0, ["tcp"], "", {}],
 ]
 
 

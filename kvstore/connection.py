@@ -70,6 +70,8 @@ _NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
     for kind in (Abort, Exists, Get, Match, Ping, Release, Reserve, Segments, Write)
 }
+_ENDING: Final = frozenset((Abort, Ping, Release, Segments, Write))
+"""What a client may still ask while the node stops, to end what it has begun."""
 
 
 class Reception(Protocol):
@@ -126,15 +128,16 @@ class Connection:
 
     @property
     def busy(self) -> bool:
-        """Whether requests or replies are under way."""
-        return bool(self._waiting or self._stream.queued or self._landing)
+        """Whether requests, puts or replies are under way."""
+        writing = self.session is not None and self.session.writing and not self._failed
+        return bool(writing or self._waiting or self._stream.queued or self._landing)
 
     def start(self) -> None:
         """Begin to serve."""
         self._stream.start()
 
     def refuse(self) -> None:
-        """Answer new requests with Unavailable: the node is stopping."""
+        """Answer what begins anew with Unavailable: the node is stopping."""
         self._refusing = True
 
     def close(self) -> None:
@@ -192,7 +195,7 @@ class Connection:
     def _serve(self, incoming: Incoming) -> None:
         request_id, deadline_ms, request = incoming
         try:
-            if self._refusing:
+            if self._refusing and type(request) not in _ENDING:
                 raise Unavailable("the node is stopping")
             if type(request) is Hello:
                 self._hello(request_id, request)

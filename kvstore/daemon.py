@@ -106,8 +106,8 @@ class Daemon:
         if ssd is not None:
             self._open_movement(stack, ssd)
         self.server = Server(self.node, self.movement, config, self.incarnation)
-        self.server.open()
         stack.push_async_callback(self.server.close, 0.0)
+        self.server.open()
         await self._open_operators(stack)
 
     def _dram(self) -> DramTier:
@@ -131,6 +131,7 @@ class Daemon:
         )
         await asyncio.to_thread(ssd.open)
         stack.push_async_callback(asyncio.to_thread, ssd.close)
+        stack.push_async_callback(asyncio.to_thread, ssd.seal)
         return ssd
 
     def _open_movement(self, stack: contextlib.AsyncExitStack, ssd: SsdTier) -> None:
@@ -180,13 +181,19 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop everything, in an orderly way within the grace time."""
-        began = self.node.clock()
         grace = self.config.node.grace
-        await self.server.close(grace)
+        deadline = self.node.clock() + grace
+        try:
+            # At once, so that a client that hangs does not use up the time to write.
+            await asyncio.gather(self.server.close(grace), self._flush(deadline))
+            await self._flush(deadline)
+        finally:
+            await self._stack.aclose()
+
+    async def _flush(self, deadline: float) -> None:
         if self.movement is not None:
-            written = await self.movement.flush(began + grace)
+            written = await self.movement.flush(deadline)
             _log.info("dram flushed to ssd", blocks=written)
-        await self._stack.aclose()
 
 
 async def _listen(key: str, address: Address, service: ControlServer | MetricsServer) -> None:

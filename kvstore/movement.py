@@ -252,7 +252,7 @@ class Movement:
     async def _copy_one(self, entry: Entry) -> bool:
         node = self._node
         source = entry.dram
-        if source is None or not node.holds(entry):
+        if source is None or entry.ssd is not None or not node.holds(entry):
             return False
         size = self._size(entry)
         node.pin((entry,))
@@ -307,9 +307,11 @@ class Movement:
             if self._node.clock() >= deadline:
                 break
             await self._make_room()
-            batch = dirty[start : start + _BATCH]
+            some = dirty[start : start + _BATCH]
+            # Others may have gone, or gone down, since.
+            batch = [entry for entry in some if entry.ssd is None and not entry.gone]
             done = sum(await asyncio.gather(*(self._copy(entry) for entry in batch)))
-            if not done:
+            if batch and not done:
                 break
             written += done
         return written

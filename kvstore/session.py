@@ -144,6 +144,11 @@ class Session:
             f"reservations={len(self._reservations)}>"
         )
 
+    @property
+    def writing(self) -> bool:
+        """Whether there are blocks that are reserved and not committed."""
+        return bool(self._reservations)
+
     def handle(self, request: AnyRequest, deadline: float) -> Handled:
         """Do what a request asks.
 

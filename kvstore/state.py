@@ -6,9 +6,12 @@ import fcntl
 import os
 from pathlib import Path
 
+import structlog
+
 from kvstore.errors import ConfigError, StateLocked
 
-_LOCK_NAME = "lock"
+_log = structlog.get_logger(__name__)
+_LOCK_NAME = "kvstore.lock"
 
 
 class StateDirectory:
@@ -48,9 +51,13 @@ class StateDirectory:
             raise StateLocked.held(
                 str(self.path), int(holder) if holder.isdigit() else None
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            # A full disk: the lock holds all the same, it only doesn't say whose it is.
+            _log.warning("lock file not written", path=str(lock), error=str(error))
 
     def close(self) -> None:
         """Give the directory back."""

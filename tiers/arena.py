@@ -82,23 +82,29 @@ class Arena:
 
     def drop(self, number: int) -> None:
         """See :meth:`tiers.slab.SegmentSource.drop`."""
+        self._drop(number, discard=True)
+
+    def _drop(self, number: int, *, discard: bool) -> None:
         segment = self._segments.pop(number)
         del self.views[number]
         self.size -= segment.size
         if self._prefaulter is not None:
             self._prefaulter.remove(segment)
-        segment.close()
+        segment.close(discard=discard)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all memory is touched; False where ``timeout`` seconds pass first."""
         return self._prefaulter is None or self._prefaulter.wait(timeout)
 
     def close(self) -> None:
-        """Give everything back; no thread is left."""
+        """Give everything back; no thread is left.
+
+        Who still looks at blocks in another process goes on seeing them.
+        """
         if self._prefaulter is not None:
             self._prefaulter.close()
         for number in list(self._segments):
-            self.drop(number)
+            self._drop(number, discard=False)
 
     def _install(self, segment: Segment) -> None:
         self._segments[segment.number] = segment

@@ -72,19 +72,19 @@ class Segment:
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
-    def close(self) -> bool:
+    def close(self, *, discard: bool = True) -> bool:
         """Give the pages and the descriptor back.
 
-        The pages go even where another process still has the segment mapped: it reads zeros.
+        Args:
+            discard: whether the pages go even where another process still has the segment mapped,
+                which reads zeros then. Otherwise they stay as they are until nobody maps them.
 
         Returns:
             False where a view is still held in this process; the empty mapping then stays until
             the view is gone, so that using it is wrong but harmless.
         """
-        try:
-            advise(self.address, self.size, _MADV_REMOVE)
-        except OSError as error:
-            _log.warning("segment %d: pages not given back: %s", self.number, error)
+        if discard:
+            self._discard()
         os.close(self.fd)
         self.view.release()
         try:
@@ -93,6 +93,12 @@ class Segment:
             _log.warning("segment %d closed while a view of it is held", self.number)
             return False
         return True
+
+    def _discard(self) -> None:
+        try:
+            advise(self.address, self.size, _MADV_REMOVE)
+        except OSError as error:
+            _log.warning("segment %d: pages not given back: %s", self.number, error)
 
 
 def _make(number: int, size: int, huge_pages: HugePages) -> tuple[int, mmap.mmap]:

@@ -213,6 +213,19 @@ async def test_restart_serves_what_was_flushed(tmp_path: Path) -> None:
         assert (await both.get(chain)) == (b"\3" * 20, [])
 
 
+async def test_flush_and_demotion_do_not_write_a_block_twice(tmp_path: Path) -> None:
+    chain = [name(0, depth) for depth in range(25)]
+    async with hierarchy(tmp_path, high=0.99) as both:
+        both.put(chain)
+        written = await asyncio.gather(
+            both.movement.flush(float("inf")),
+            both.movement.copy_down([both.entry(chain[-1])]),
+        )
+        assert written[1] == 25
+        assert both.ssd.statistics().blocks == 25
+        assert await both.movement.flush(float("inf")) == 0
+
+
 async def test_flush_stops_at_its_deadline_with_whole_prefixes(tmp_path: Path) -> None:
     chain = [name(0, depth) for depth in range(25)]
     async with hierarchy(tmp_path, high=0.99) as both:

@@ -201,7 +201,7 @@ def test_a_view_held_over_close_is_harmless(tier: DramTier) -> None:
     view = tier.view(extent, 4096)
     view[:] = b"x" * 4096
     tier.close()
-    assert bytes(view) == bytes(4096)
+    assert bytes(view) == b"x" * 4096
 
 
 def test_required_huge_pages_come_or_the_reason_does() -> None:

@@ -42,6 +42,7 @@ FORMAT_VERSION: Final = 1
 STORE_BYTES: Final = 16
 HASH_BYTES: Final = 32
 MAX_REGION_BYTES: Final = 1 << 32
+MAX_FILE_BYTES: Final = PAGE << 32
 MIN_REGION_PAGES: Final = 5
 """Head, one record of two pages, summary of two pages."""
 

@@ -37,7 +37,7 @@ class RecordIO:
                 views = _gather(bounce, slot.header, payload)
             else:
                 views = [_copy(bounce, slot.header, payload)]
-            self._device.write(views, slot.extent * PAGE)
+            self._device.write(views, slot.page * PAGE)
 
     def read(self, held: Held, into: memoryview, offset: int) -> None:
         """Read and check a block, then give ``len(into)`` bytes of it from ``offset``.
@@ -62,7 +62,7 @@ class RecordIO:
     def header(self, held: Held) -> RecordHeader:
         """Read and check a block's header; raises as :meth:`read` does."""
         with self._pool.take() as bounce:
-            self._device.read([bounce.head], held.extent * PAGE)
+            self._device.read([bounce.head], held.page * PAGE)
             return _check_header(held, bounce.head)
 
     def _scatter(self, bounce: Bounce, held: Held, into: memoryview) -> None:
@@ -72,14 +72,14 @@ class RecordIO:
             views.append(into[:direct])
         if direct < held.size:
             views.append(bounce.tail)
-        self._device.read(views, held.extent * PAGE)
+        self._device.read(views, held.page * PAGE)
         _check_header(held, bounce.head)
         into[direct:] = bounce.tail[: held.size - direct]
         _check_payload(held, into)
 
     def _fetch(self, bounce: Bounce, held: Held) -> memoryview:
         memory = bounce.large((1 + pages_of(held.size)) * PAGE)
-        self._device.read([memory], held.extent * PAGE)
+        self._device.read([memory], held.page * PAGE)
         _check_header(held, memory[:PAGE])
         payload = memory[PAGE : PAGE + held.size]
         _check_payload(held, payload)
@@ -113,14 +113,14 @@ def _check_header(held: Held, page: memoryview) -> RecordHeader:
         header, crc = found
         # The crc covers the block's names, so an equal one says that they are those stored.
         if (header.page, header.generation, crc) == (
-            held.extent,
+            held.page,
             held.generation,
             held.header_crc,
         ):
             return header
-    raise CorruptBlock(f"the header at extent {held.extent} of the ssd tier is not the block's")
+    raise CorruptBlock(f"the header at page {held.page} of the ssd tier is not the block's")
 
 
 def _check_payload(held: Held, payload: memoryview) -> None:
     if crc32c(payload) != held.checksum:
-        raise CorruptBlock(f"the payload at extent {held.extent} of the ssd tier is damaged")
+        raise CorruptBlock(f"the payload at page {held.page} of the ssd tier is damaged")

@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from tiers.tier import Extent
 
 
+_PAGE_BITS: Final = 32
+_GENERATION_MASK: Final = (1 << 28) - 1
+"""With the page number 60 bits, which Python keeps in the smaller of two sizes."""
+
+
+def make_extent(page: int, generation: int) -> Extent:
+    """Mint an extent: a page number, and enough of the region's generation to tell stale ones."""
+    return page | (generation & _GENERATION_MASK) << _PAGE_BITS
+
+
+def extent_page(extent: Extent) -> int:
+    """Absolute page number of an extent's header."""
+    return extent & ((1 << _PAGE_BITS) - 1)
+
+
 class State(Enum):
     """Where a region is in its round."""
 
@@ -41,14 +56,14 @@ class Held:
     """A block that the tier holds, as ``load`` needs it.
 
     Attributes:
-        extent: absolute page number of its header.
+        page: absolute page number of its header.
         generation: its region's.
         size: payload bytes.
         checksum: crc32c of the payload.
         header_crc: crc32c that its header ends in.
     """
 
-    extent: Extent
+    page: int
     generation: int
     size: int
     checksum: int
@@ -62,12 +77,14 @@ class Slot:
     Attributes:
         region: the region's number.
         index: the record's place in the region's arrays.
-        extent: absolute page number of the header.
+        page: absolute page number of the header.
+        extent: the record's extent.
         header: the start of the header page.
     """
 
     region: int
     index: int
+    page: int
     extent: Extent
     header: bytes
 

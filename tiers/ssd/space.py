@@ -23,7 +23,17 @@ from tiers.ssd.format import (
     region_page,
     summary_pages,
 )
-from tiers.ssd.region import DEAD, WRITING, FoundRegion, Held, Region, Slot, State
+from tiers.ssd.region import (
+    DEAD,
+    WRITING,
+    FoundRegion,
+    Held,
+    Region,
+    Slot,
+    State,
+    extent_page,
+    make_extent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,21 +61,19 @@ class Space:
 
     # --- places ---------------------------------------------------------------------------
 
-    def first_page(self, number: int) -> int:
-        """Absolute page number of a region's head."""
-        return region_page(number, self.region_pages)
-
     def next_sequence(self) -> int:
         """Draw the next number in the order of writes."""
         self.sequence += 1
         return self.sequence - 1
 
     def _find(self, extent: Extent) -> tuple[Region, int]:
-        number, page = divmod(extent - 1, self.region_pages)
+        page = extent_page(extent)
+        number, place = divmod(page - 1, self.region_pages)
         if 0 <= number < len(self.regions):
             region = self.regions[number]
-            index = region.index_of(page)
-            if index is not None and region.held(index):
+            index = region.index_of(place)
+            current = extent == make_extent(page, region.generation)
+            if current and index is not None and region.held(index):
                 return region, index
         raise BadExtent(f"no block at extent {extent} of the ssd tier")
 
@@ -91,19 +99,19 @@ class Space:
         if not self.has_room(record.size):
             self.close_region()
             return None
-        page = region.cursor
-        extent = self.first_page(region.number) + page
-        header = RecordHeader(record, region.generation, self.next_sequence(), extent, checksum)
+        page = region_page(region.number, self.region_pages) + region.cursor
+        header = RecordHeader(record, region.generation, self.next_sequence(), page, checksum)
         encoded, crc = encode_record(header)
-        region.entries += encode_entry(header, crc, page)
-        region.pages.append(page)
+        region.entries += encode_entry(header, crc, region.cursor)
+        region.pages.append(region.cursor)
         region.sizes.append(record.size)
         region.checksums.append(checksum)
         region.header_crcs.append(crc)
         region.tags.append(WRITING)
         region.cursor += record_pages(record.size)
         region.writers += 1
-        return Slot(region.number, len(region.tags) - 1, extent, encoded)
+        extent = make_extent(page, region.generation)
+        return Slot(region.number, len(region.tags) - 1, page, extent, encoded)
 
     def commit(self, slot: Slot, tag: object) -> None:
         """The record is on the medium: the block is held from now on."""
@@ -209,7 +217,7 @@ class Space:
         """What ``load`` needs; raises BadExtent."""
         region, index = self._find(extent)
         return Held(
-            extent,
+            extent_page(extent),
             region.generation,
             region.sizes[index],
             region.checksums[index],

@@ -8,8 +8,10 @@ most ``queue_depth`` at once. To make room, the caller reclaims a region::
         tier.free(extent)
     tier.reclaim(region)
 
-A block that is freed may be found again by the next start, until its region is reclaimed or
-:meth:`SsdTier.seal` has brought the summaries up to date.
+An extent that outlives its block (freed, its region reclaimed and written again) is refused as a
+bad extent, and never gives the bytes of another block. A block that is freed may be found again by
+the next start, until its region is reclaimed or :meth:`SsdTier.seal` has brought the summaries up
+to date.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tiers.ssd.log import RegionLog
 from tiers.ssd.metadata import RegionMetadata
 from tiers.ssd.records import RecordIO
 from tiers.ssd.recovery import Recovery
+from tiers.ssd.region import make_extent
 from tiers.ssd.space import Space
 from tiers.ssd.statistics import SsdStatistics
 from tiers.ssd.volume import Volume, check_region_bytes, prepare, regions_within
@@ -178,14 +181,12 @@ class SsdTier(Tier):
             found = self._found.pop()
             first = region_page(found.number, self._space.region_pages)
             for page, record in entry_records(found.entries):
-                yield record, first + page
+                yield record, make_extent(first + page, found.generation)
 
     # --- blocks ---------------------------------------------------------------------------
 
     def store(self, record: Record, data: Buffer, tag: object, *, owner: str = "") -> Extent | None:
         """Append a block to the log.
-
-        The tag may show among a region's residents before this has returned.
 
         Returns:
             The extent, or None where no region is free.
@@ -293,7 +294,11 @@ class SsdTier(Tier):
             return None if region is None else region.number
 
     def residents(self, region: int) -> list[object]:
-        """The tags of the blocks held in a region."""
+        """The tags of the blocks held in a region.
+
+        Among them may be a block whose :meth:`store` has yet to return, so that the caller doesn't
+        know its extent: leave such a region for later.
+        """
         with self._log.lock:
             return self._space.residents(region)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from tiers.errors import MediumFailed, TierConfigError
 from tiers.ssd.buffers import aligned_memory
 from tiers.ssd.format import (
+    MAX_FILE_BYTES,
     MAX_REGION_BYTES,
     MIN_REGION_PAGES,
     PAGE,
@@ -67,8 +68,10 @@ def regions_within(capacity: int, region_bytes: int) -> int:
     """How many regions fit in ``capacity`` bytes beside everything else that takes space.
 
     Raises:
-        TierConfigError: not one.
+        TierConfigError: not one, or more than a file can have.
     """
+    if capacity > MAX_FILE_BYTES:
+        raise TierConfigError(f"ssd capacity of {capacity} bytes: at most {MAX_FILE_BYTES}")
     overhead = _FIXED_OVERHEAD + max(_LEAST_BOOKKEEPING, capacity >> _BOOKKEEPING_SHIFT)
     regions = (capacity - overhead) // region_bytes
     if regions < 1:

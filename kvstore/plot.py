@@ -26,14 +26,21 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES: Final = ("-", "--", ":", "-.")
 
 
-def check_format(path: Path) -> None:
-    """Refuse a file whose ending names no format.
+def check_plot(path: Path) -> None:
+    """Find out before long work whether a plot can be made.
 
     Raises:
-        ConfigError: the ending is neither ``.png`` nor ``.svg``.
+        ConfigError: the file's ending is neither ``.png`` nor ``.svg``, or its folder is missing.
+        MissingExtra: matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: a plot's file must end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra.named("plot", "drawing a plot") from error
 
 
 def plot_hit_rate(outcomes: Sequence[Outcome], path: Path, *, title: str, block_bytes: int) -> None:
@@ -49,15 +56,14 @@ def plot_hit_rate(outcomes: Sequence[Outcome], path: Path, *, title: str, block_
 
     Raises:
         MissingExtra: matplotlib is not installed.
-        ConfigError: the file's ending names no format, or there is nothing to draw.
+        ConfigError: the file's ending names no format, its folder is missing, or there is nothing
+            to draw.
         OSError: the file cannot be written.
     """
-    check_format(path)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra.named("plot", "drawing a plot") from error
+    check_plot(path)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     if not outcomes:
         raise ConfigError("there is nothing to plot: no capacity was simulated")
     style: dict[Any, Any] = {"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "kvstore"}
@@ -158,7 +164,9 @@ def _scale(axes: Axes, data: _Data) -> None:
     if 0 < len(shares) <= 9:
         axes.set_xticks(shares)
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g} %"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda share, _: f"{round(share, 2) or share:g} %")
+    )
     axes.set_xlabel(f"{data.tier} capacity (% of the trace's {data.unique:,} unique blocks)")
     axes.set_ylabel("hit rate (% of block accesses)")
     axes.set_ylim(bottom=0)

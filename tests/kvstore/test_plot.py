@@ -81,6 +81,11 @@ def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
         draw(tmp_path / name)
 
 
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        draw(tmp_path / "no" / "a.png")
+
+
 def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to plot"):
         draw(tmp_path / "a.png", [])

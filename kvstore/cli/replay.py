@@ -1,0 +1,180 @@
+"""``replay``: the requests of a trace, with bytes, against a running daemon."""
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstore.cli.options import AsJson, ConfigFile
+from kvstore.cli.output import console, print_json, share, table
+from kvstore.cli.traces import (
+    BlockSize,
+    BlockTokens,
+    FirstRequests,
+    TraceFile,
+    parse_block_size,
+    progress_bar,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvstore.replay import Replay
+    from kvstore.trace import Request
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="KVSTORE_URL",
+        help="The node, as unix:///path or tcp://host:port. "
+        "[default: the Unix socket of the configuration]",
+    ),
+]
+Transport = Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")]
+Deadline = Annotated[float, typer.Option("--deadline", min=0.001, help="Seconds a call may take.")]
+BatchSize = Annotated[str, typer.Option("--batch", help="Most bytes in one get or put.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose blocks these are.")]
+Salt = Annotated[
+    str,
+    typer.Option("--salt", help="A namespace of its own, so that nothing held before is hit."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(replay)
+
+
+def replay(
+    trace: TraceFile,
+    url: Url = None,
+    block_size: BlockSize = "1MiB",
+    block_tokens: BlockTokens = 512,
+    requests: FirstRequests = None,
+    batch: BatchSize = "64MiB",
+    transport: Transport = "auto",
+    deadline: Deadline = 10.0,
+    tenant: Tenant = "default",
+    salt: Salt = "",
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drive a running node with a trace: match, get what is there, put the rest.
+
+    Requests go one after another, as fast as the node answers. Every block's bytes are made from
+    its id and compared when it comes back. Exit status 1 if one was wrong.
+    """
+    import kvstore
+    from kvstore.identity import Namespace
+    from kvstore.replay import Replay
+    from kvstore.trace import Trace
+
+    source = Trace(trace, block_tokens=block_tokens)
+    size = source.size
+    block_bytes, batch_bytes = parse_block_size(block_size), parse_block_size(batch, "--batch")
+    namespace = Namespace(
+        "replay", "uint8", "replay", block_tokens, block_bytes, tenant=tenant, salt=salt
+    )
+    url, token = _destination(url, config)
+    with kvstore.connect(
+        url, namespace, transport=transport, deadline=deadline, token=token
+    ) as client:
+        run = Replay(
+            client, block_bytes=block_bytes, block_tokens=block_tokens, batch_bytes=batch_bytes
+        )
+        _run(run, islice(source, requests), size)
+        used = client.stats().transport
+    where = {"trace": str(trace), "url": url, "transport": used, "block_bytes": block_bytes}
+    if as_json:
+        print_json(where | run.report.summary())
+    else:
+        _print(where, run.report.summary())
+    if run.report.wrong:
+        raise typer.Exit(1)
+
+
+def _destination(url: str | None, config: Path | None) -> tuple[str, str | None]:
+    """Where the node is, and the token that its sessions present."""
+    from kvstore.errors import ConfigError
+    from kvstore.sources import load
+
+    effective = load(config).config
+    if url is None and effective.listen.unix is not None:
+        url = f"unix://{effective.listen.unix}"
+    if url is None:
+        raise ConfigError("listen.unix: the node has no Unix socket; name its TCP URL with --url")
+    return url, effective.session_token
+
+
+def _run(run: "Replay", requests: "Iterable[Request]", size: int) -> None:
+    """Send the requests; the bar shows how far in the file they stand."""
+    done = 0
+    with progress_bar(size, "replaying") as advance:
+
+        def progress(request: "Request") -> None:
+            nonlocal done
+            advance(request.end - done)
+            done = request.end
+
+        run.run(requests, progress)
+
+
+def _print(where: dict[str, Any], summary: dict[str, Any]) -> None:
+    from kvstore.units import format_size
+
+    screen = console()
+    screen.print(
+        f"{where['trace']}: {summary['requests']:,} requests to {where['url']} over "
+        f"{where['transport']}, blocks of {format_size(where['block_bytes'])}"
+    )
+    screen.print(_hit_table(summary))
+    screen.print(_call_table(summary))
+    for note in _notes(summary):
+        screen.print(note)
+
+
+def _hit_table(summary: dict[str, Any]) -> "Table":
+    blocks, tokens = summary["blocks"], summary["tokens"]
+    rows = [
+        _hit_row(tier, blocks["hits_by_tier"][tier], tokens["hits_by_tier"][tier], summary)
+        for tier in sorted(blocks["hits_by_tier"])
+    ]
+    rows.append(_hit_row("all tiers", blocks["hits"], tokens["hits"], summary))
+    missed = blocks["total"] - blocks["hits"], tokens["total"] - tokens["hits"]
+    rows.append(_hit_row("missed", *missed, summary))
+    return table(("HITS", ">BLOCKS", ">RATE", ">TOKENS", ">RATE OF TOKENS"), rows)
+
+
+def _hit_row(label: str, blocks: int, tokens: int, summary: dict[str, Any]) -> tuple[str, ...]:
+    of_blocks = share(blocks, summary["blocks"]["total"])
+    of_tokens = share(tokens, summary["tokens"]["total"])
+    return label, f"{blocks:,}", of_blocks, f"{tokens:,}", of_tokens
+
+
+def _call_table(summary: dict[str, Any]) -> "Table":
+    from kvstore.units import format_duration
+
+    rows = []
+    for call in ("match", "get", "put"):
+        timing = summary[call]
+        rate = f"{timing['bytes_per_second'] / 1e9:.2f}" if "bytes" in timing else "-"
+        p50, p99 = format_duration(timing["p50"]), format_duration(timing["p99"])
+        rows.append((call, f"{timing['calls']:,}", p50, p99, rate))
+    return table(("CALL", ">CALLS", ">P50", ">P99", ">GB/S"), rows)
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    """What a reader must know before trusting the figures."""
+    said = {
+        "wrong": "{} blocks came back with WRONG BYTES.",
+        "warm": "{} of the hit blocks were there before this replay; --salt starts cold.",
+        "lost": "{} matched blocks had gone when they were fetched.",
+        "refused": "{} blocks found no room, or their parent had gone.",
+        "failed": "{} blocks of puts were not confirmed.",
+    }
+    notes = [text.format(f"{summary[key]:,}") for key, text in said.items() if summary[key]]
+    failures = ", ".join(f"{code} ({count:,})" for code, count in summary["failures"].items())
+    return [*notes, f"Calls without an answer: {failures}."] if failures else notes

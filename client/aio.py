@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from client import operations
+from client.buffers import Buffers
 from client.endpoint import Settings
 from client.health import Health
 from client.layout import Layout
@@ -86,7 +87,7 @@ class AsyncClient:
     async def get(
         self,
         hashes: Sequence[bytes],
-        into: Sequence[Any],
+        into: Buffers,
         *,
         offset: int = 0,
         length: int | None = None,
@@ -114,7 +115,7 @@ class AsyncClient:
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from client import operations
+from client.buffers import Buffers
 from client.endpoint import Settings
 from client.lane import Lane
 from client.layout import Layout
@@ -82,10 +83,10 @@ class Client:
         Raises:
             InvalidRequest: a hash is not 32 bytes.
         """
-        operations.check_hashes(hashes)
         try:
             return self._run(lambda terms: operations.match(terms, hashes, prefetch), deadline)
         except KVStoreError as error:
+            operations.check_hashes(hashes)
             return Match(b"", self._failed(error))
 
     def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
@@ -107,7 +108,7 @@ class Client:
     def get(
         self,
         hashes: Sequence[bytes],
-        into: Sequence[Any],
+        into: Buffers,
         *,
         offset: int = 0,
         length: int | None = None,
@@ -157,10 +158,10 @@ class Client:
         Raises:
             InvalidRequest: a hash is not 32 bytes.
         """
-        operations.check_hashes(hashes)
         try:
             views = self._run_on_wire(hashes, deadline)
         except KVStoreError as error:
+            operations.check_hashes(hashes)
             views = BlockViews.missed(len(hashes), self._failed(error))
         self._tally.got(len(hashes), views.found, self.namespace.block_bytes)
         return views
@@ -168,7 +169,7 @@ class Client:
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,

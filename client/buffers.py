@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+
+Buffers: TypeAlias = "Sequence[Any] | np.ndarray[Any, Any]"
+"""Several buffers: a sequence of them, or an array whose rows they are."""
 
 
 def flat_bytes(buffer: object) -> memoryview:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvstore.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.identity import Namespace
-from kvstore.protocol.messages import PROTOCOL_VERSION, Hello
+from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport
 from rdma.tcp import TcpClientTransport
 from rdma.transport import ClientTransport
@@ -114,8 +116,8 @@ class Settings:
     token: str | None = field(repr=False, default=None)
     name: str = ""
 
-    def hello(self) -> Hello:
-        """The greeting that opens a session."""
+    def hello(self, transports: Mapping[str, ClientTransport]) -> Hello:
+        """The greeting that opens a session and offers these transports."""
         return Hello(
             PROTOCOL_VERSION,
             self.namespace.tenant,
@@ -124,7 +126,29 @@ class Settings:
             self.shard,
             self.offers,
             self.name,
+            {name: offer for name, each in transports.items() if (offer := each.offer())},
         )
+
+    def transports(self) -> dict[str, ClientTransport]:
+        """The client's halves of the transports to offer."""
+        return {name: TRANSPORTS[name]() for name in self.offers}
+
+
+def choose(transports: Mapping[str, ClientTransport], welcome: Welcome) -> ClientTransport:
+    """Take the transport that the node has chosen, and close the others.
+
+    Raises:
+        ProtocolError: the node chose another one, or the two halves can't be joined.
+    """
+    for name, each in transports.items():
+        if name != welcome.transport:
+            each.close()
+    try:
+        chosen = transports[welcome.transport]
+        chosen.accept(welcome.details)
+    except (KeyError, TransportError) as error:
+        raise ProtocolError(f"the node chose {welcome.transport}: {error}") from error
+    return chosen
 
 
 def open_socket(family: socket.AddressFamily, address: Any, seconds: float) -> socket.socket:

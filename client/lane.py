@@ -40,6 +40,7 @@ class Lane:
         self.releases: list[tuple[Wire, list[int]]] = []
         self._settings = settings
         self._health = Health(self.counters)
+        self._fine = False  # nothing speaks against using the session at once
         self._addresses: list[tuple[socket.AddressFamily, Any]] = []
 
     @property
@@ -74,6 +75,8 @@ class Lane:
         Raises:
             KVStoreError: there is none, and none can be opened now.
         """
+        if self._fine and self.wire is not None:
+            return self.wire
         if self.wire is not None and self._health.suspect:
             self._catch_up(self.wire)
         if self._health.admit() and self.wire is not None:
@@ -99,6 +102,7 @@ class Lane:
         try:
             return wire.run(begin(wire.terms), end)
         except KVStoreError as error:
+            self._fine = False
             self._health.judge(
                 error,
                 heard=wire.heard != heard,
@@ -109,6 +113,9 @@ class Lane:
         finally:
             if wire.closed:
                 self.wire = None
+                self._fine = False
+            elif not self._fine:
+                self._fine = not self._health.suspect
 
     def _catch_up(self, wire: Wire) -> None:
         heard = wire.heard
@@ -127,6 +134,7 @@ class Lane:
             self._health.not_opened(error)
             raise
         self._health.opened()
+        self._fine = True
         self.session = self.wire.session
         logger.info("session with %s at %s", self.session, self._settings.endpoint.url)
         return self.wire

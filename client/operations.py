@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
-from client.buffers import flat_bytes, writable_bytes
+from client.buffers import Buffers, flat_bytes, writable_bytes
 from client.results import BUSY, FAILED, REFUSED, STORED, GetResult, Match, PutResult
 from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
@@ -149,12 +149,15 @@ def check_hashes(hashes: Sequence[bytes]) -> None:
     Raises:
         InvalidRequest: one is not 32 bytes.
     """
-    if any(map(HASH_BYTES.__ne__, map(len, hashes))):
+    if list(map(len, hashes)).count(HASH_BYTES) != len(hashes):
         raise InvalidRequest(f"every hash must be {HASH_BYTES} bytes")
 
 
 def match(terms: Terms, hashes: Sequence[bytes], prefetch: bool) -> Operation[Match]:
     """Find how far a prefix reaches over all shards."""
+    if len(hashes) <= terms.max_hashes:
+        only: messages.MatchAnswer = yield Call(messages.Match(hashes, prefetch))
+        return Match(only.tiers)
     codes = b""
     for start in range(0, len(hashes), terms.max_hashes):
         batch = hashes[start : start + terms.max_hashes]
@@ -190,7 +193,7 @@ def byte_range(namespace: Namespace, offset: int, length: int | None) -> int:
     return wanted
 
 
-def destinations(buffers: Sequence[object], count: int, length: int) -> list[memoryview]:
+def destinations(buffers: Buffers, count: int, length: int) -> list[memoryview]:
     """The memory that blocks are to land in, one view of ``length`` bytes each.
 
     Raises:
@@ -250,15 +253,25 @@ def _get_batch(
 
 def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     """Show blocks where they lie, or in memory of their own where none is shared."""
-    step = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES)
     if terms.transport.shares_memory:
-        step = terms.max_hashes
-    if len(hashes) <= step:
-        return (yield from _view_batch(terms, hashes))
+        step, show = terms.max_hashes, _show
+    else:
+        step, show = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES), _receive
+    if 0 < len(hashes) <= step:
+        return show(terms, hashes)
+    return _view_batches(terms, hashes, step, show)
+
+
+def _view_batches(
+    terms: Terms,
+    hashes: Sequence[bytes],
+    step: int,
+    show: Callable[[Terms, Sequence[bytes]], Operation[Seen]],
+) -> Operation[Seen]:
     seen = Seen(b"", [], [])
     with _kept(terms, seen.leases):
         for start in range(0, len(hashes), step):
-            part = yield from _view_batch(terms, hashes[start : start + step])
+            part = yield from show(terms, hashes[start : start + step])
             seen.codes += part.codes
             seen.views += part.views
             seen.leases += part.leases
@@ -275,24 +288,22 @@ def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
         raise
 
 
-def _view_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
-    if not hashes:
-        return Seen(b"", [], [])
-    if not terms.transport.shares_memory:
-        return (yield from _receive_batch(terms, hashes))
-    transport, size = terms.transport, terms.namespace.block_bytes
+def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+    transport = terms.transport
     answer: messages.GetAnswer = yield Call(messages.Get(hashes))
     leases = [answer.lease] if answer.lease else []
     if missing := transport.missing(answer.locations):
         with _kept(terms, leases):
             yield MapSegments(missing)
-    views: list[memoryview | None] = list(transport.views(answer.locations or (), size))
+    views: list[memoryview | None] = transport.views(  # type: ignore[assignment]
+        answer.locations or (), terms.namespace.block_bytes
+    )
     if len(views) < len(hashes):
         views = _spread(answer.tiers, views)
     return Seen(answer.tiers, views, leases)
 
 
-def _receive_batch(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+def _receive(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     size = terms.namespace.block_bytes
     received: list[memoryview] = []
 
@@ -315,7 +326,7 @@ def _spread(codes: bytes, views: list[memoryview | None]) -> list[memoryview | N
     return [next(found) if code != messages.ABSENT else None for code in codes]
 
 
-def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Sequence[object]) -> None:
+def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Buffers) -> None:
     """Accept blocks to store.
 
     Raises:
@@ -333,7 +344,7 @@ def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Sequence
 
 
 def put(
-    terms: Terms, hashes: Sequence[bytes], blocks: Sequence[object], parent: bytes
+    terms: Terms, hashes: Sequence[bytes], blocks: Buffers, parent: bytes
 ) -> Operation[PutResult]:
     """Store a chain of blocks: reserve, fill, commit; what is held already is skipped."""
     codes = b""
@@ -351,7 +362,7 @@ def put(
 
 
 def _put_chain(
-    terms: Terms, chain: Sequence[bytes], blocks: Sequence[object], first: int, parent: bytes
+    terms: Terms, chain: Sequence[bytes], blocks: Buffers, first: int, parent: bytes
 ) -> Operation[bytes]:
     answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
     indexes = [i for i, verdict in enumerate(answer.verdicts) if verdict == messages.FILL]
@@ -375,7 +386,7 @@ def _fill(
     terms: Terms,
     answer: messages.ReserveAnswer,
     indexes: list[int],
-    blocks: Sequence[object],
+    blocks: Buffers,
     first: int,
 ) -> Operation[bytes]:
     """Write and commit what was reserved; returns for each block whether that was done."""
@@ -389,7 +400,7 @@ def _fill_shared(
     terms: Terms,
     answer: messages.ReserveAnswer,
     indexes: list[int],
-    blocks: Sequence[object],
+    blocks: Buffers,
     first: int,
 ) -> Operation[bytes]:
     """Copy the blocks to where the node has room for them, then commit them together."""
@@ -407,7 +418,7 @@ def _send(
     terms: Terms,
     answer: messages.ReserveAnswer,
     indexes: list[int],
-    blocks: Sequence[object],
+    blocks: Buffers,
     first: int,
 ) -> Operation[bytes]:
     """Hand the blocks to the transport, a part at a time, all parts under way at once."""

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, overload
 
 import numpy as np
 
+from client.buffers import Buffers
 from client.layout import KVTensors, Layout
 from client.results import FAILED, Match, PutResult, tier_counts
 from kvstore.errors import NamespaceMismatch, ParentAbsent
@@ -62,7 +63,7 @@ class BlockClient(Protocol):
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -87,7 +88,7 @@ class AsyncBlockClient(Protocol):
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,

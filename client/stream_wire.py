@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from client.endpoint import TRANSPORTS, Settings
+from client.endpoint import Settings, choose
 from client.operations import (
     Call,
     Move,
@@ -96,12 +96,15 @@ class StreamWire:
             KVStoreError: the node can't be reached, is too slow, or refuses.
         """
         wire = cls(await _open_socket(address, end), counters)
+        transports = settings.transports()
         try:
-            welcome = await wire._call(Call(settings.hello()), end)
-            wire._transport = TRANSPORTS[welcome.transport]()
+            welcome = await wire._call(Call(settings.hello(transports)), end)
+            wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
         except BaseException:
             wire.close()
+            for transport in transports.values():
+                transport.close()
             raise
         wire.session = SessionFacts(welcome.node, welcome.incarnation, welcome.transport)
         wire._caller.set_max_payload(wire.terms.max_payload)
@@ -227,7 +230,8 @@ class StreamWire:
                     call = Call(Segments(wanted[start : start + MAX_SEGMENTS]))
                     await self._adopt(transport, call, end)
             finally:
-                self._stream.on_fds = None
+                if not self._caller.expects_fds:
+                    self._stream.on_fds = None
 
     async def _adopt(self, transport: ShmClientTransport, call: Call, end: float) -> None:
         unsent: set[Pending[Any]] = set()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, overload
+from contextlib import suppress
+from typing import Any, Final, Protocol, overload
 
 from client.operations import Seen
 from client.results import leading_hits
+
+_RELEASE: Final[Callable[[Any], None]] = memoryview.release
 
 
 class Session(Protocol):
@@ -87,13 +91,11 @@ class BlockViews(Sequence["memoryview | None"]):
 
     def release(self) -> None:
         """Give the pins back; may be called again."""
-        for view in self._views:
-            if view is not None:
-                try:
-                    view.release()
-                except BufferError:  # an array made from the view is in use
-                    continue
-        self._views = [None] * len(self._views)
+        views, self._views = self._views, [None] * len(self._views)
+        try:
+            deque(map(_RELEASE, views), maxlen=0)
+        except (BufferError, TypeError):  # a view is in use by an array, or is a miss
+            _release_each(views)
         unpin, self._unpin = self._unpin, None
         if unpin is not None and self.leases:
             unpin(self.leases)
@@ -103,3 +105,10 @@ class BlockViews(Sequence["memoryview | None"]):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _release_each(views: list[memoryview | None]) -> None:
+    for view in views:
+        if view is not None:
+            with suppress(BufferError):
+                view.release()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
-from client.endpoint import TRANSPORTS, Settings, open_socket
+from client.endpoint import Settings, choose, open_socket
 from client.operations import (
     Call,
     Move,
@@ -64,6 +64,7 @@ class Wire:
         self._socket = connected
         self._caller = Caller(counters)
         self._receive_timeout = self._send_timeout = 0.0
+        self._expects_fds = False
         self._transport: ClientTransport | None = None
         self.closed = False
 
@@ -81,12 +82,15 @@ class Wire:
             KVStoreError: the node can't be reached, is too slow, or refuses.
         """
         wire = cls(open_socket(address[0], address[1], end - time.monotonic()), counters)
+        transports = settings.transports()
         try:
-            welcome = wire._call(Call(settings.hello()), end)
-            wire._transport = TRANSPORTS[welcome.transport]()
+            welcome = wire._call(Call(settings.hello(transports)), end)
+            wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
         except BaseException:
             wire.close()
+            for transport in transports.values():
+                transport.close()
             raise
         wire.session = SessionFacts(welcome.node, welcome.incarnation, welcome.transport)
         wire._caller.set_max_payload(wire.terms.max_payload)
@@ -161,16 +165,11 @@ class Wire:
 
     def catch_up(self) -> None:
         """Take note of late answers, without waiting."""
-        while not self.closed:
-            buffer = self._caller.get_buffer()
-            try:
-                count = self._socket.recv_into(buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lose(Unavailable(f"the connection broke: {error}"))
-                return
-            self._received(count)
+        self._socket.setblocking(False)
+        while not self.closed and self._receive_into(self._caller.get_buffer()):
+            pass
+        if not self.closed:
+            self._socket.setblocking(True)
 
     def interrupt(self) -> None:
         """Make whoever waits on this connection return; may be called from another thread."""
@@ -243,18 +242,23 @@ class Wire:
         transport = self.terms.transport
         if not isinstance(transport, ShmClientTransport):
             raise ProtocolError(f"segments named over {transport.name}")
-        for start in range(0, len(numbers), MAX_SEGMENTS):
-            pending = self._begin(Call(Segments(numbers[start : start + MAX_SEGMENTS])), end)
-            while not pending.done:
-                self._receive_with_fds(pending, end)
-            adopt(transport, pending)
+        self._expects_fds = True
+        try:
+            for start in range(0, len(numbers), MAX_SEGMENTS):
+                pending = self._begin(Call(Segments(numbers[start : start + MAX_SEGMENTS])), end)
+                while not pending.done:
+                    self._receive(pending, end)
+                adopt(transport, pending)
+        finally:
+            self._expects_fds = self._caller.expects_fds
 
     # --- the socket ----------------------------------------------------------------------------
 
     def _begin(self, call: Call, end: float) -> Pending[Any]:
         payload = call.payload
         length = sum(map(len, payload)) if payload else 0
-        pending, frame = self._caller.begin(call.request, end, time.monotonic(), call.sink, length)
+        now = time.monotonic()
+        pending, frame = self._caller.begin(call.request, end, now, call.sink, length)
         for late in self._caller.take_outbox():
             self._send(late, (), end)
         self._send(frame, payload, end)
@@ -264,15 +268,12 @@ class Wire:
         """Send a frame whole, or break the connection: half a frame can't be taken back."""
         if self.closed:
             raise Unavailable("the connection is closed")
-        parts: list[memoryview | bytes] = [frame, *payload]
         try:
-            while parts:
-                self._set_send_timeout(end)
-                if len(parts) == 1:
-                    sent = self._socket.send(parts[0])
-                else:
-                    sent = self._socket.sendmsg(parts[:_MAX_PARTS])
-                parts = _rest(parts, sent)
+            self._set_send_timeout(end)
+            if payload:
+                self._send_parts([frame, *payload], end)
+            elif (sent := self._socket.send(frame)) < len(frame):
+                self._send_parts([memoryview(frame)[sent:]], end)
         except BlockingIOError as error:
             self._lose(Unavailable("the node did not take a request in time"))
             raise DeadlineExceeded("the node did not take the request in time") from error
@@ -280,36 +281,35 @@ class Wire:
             self._lose(Unavailable(f"the connection broke: {error}"))
             raise Unavailable(f"the connection broke: {error}") from error
 
+    def _send_parts(self, parts: list[memoryview | bytes], end: float) -> None:
+        while parts:
+            self._set_send_timeout(end)
+            parts = _rest(parts, self._socket.sendmsg(parts[:_MAX_PARTS]))
+
     def _receive(self, pending: Pending[Any], end: float) -> None:
         """Receive once; give ``pending`` up at the deadline."""
         buffer = self._caller.get_buffer()
         if not self._set_receive_timeout(end):
             self._caller.abandon(pending)
             return
-        try:
-            count = self._socket.recv_into(buffer)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(Unavailable(f"the connection broke: {error}"))
-            return
-        self._received(count)
+        self._receive_into(buffer)
 
-    def _receive_with_fds(self, pending: Pending[Any], end: float) -> None:
-        buffer = self._caller.get_buffer()
-        if not self._set_receive_timeout(end):
-            self._caller.abandon(pending)
-            return
+    def _receive_into(self, buffer: memoryview) -> bool:
+        """Receive what is there; returns whether there was anything."""
         try:
-            count, fds = receive_with_fds(self._socket, buffer)
+            if self._expects_fds:
+                count, fds = receive_with_fds(self._socket, buffer)
+                if fds:
+                    self._caller.feed_fds(fds)
+            else:
+                count = self._socket.recv_into(buffer)
         except BlockingIOError:
-            return
-        except OSError as error:
+            return False
+        except (OSError, TransportError) as error:
             self._lose(Unavailable(f"the connection broke: {error}"))
-            return
-        if fds:
-            self._caller.feed_fds(fds)
+            return False
         self._received(count)
+        return True
 
     def _received(self, count: int) -> None:
         if count:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
-from client.buffers import flat_bytes
+from client.buffers import Buffers, flat_bytes
 from client.results import FAILED, HELD, STORED, Match, PutResult, leading_hits
 from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT, Namespace
@@ -64,7 +64,7 @@ class MemoryStore:
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -99,7 +99,7 @@ class AsyncMemoryStore:
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Sequence[Any],
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,13 @@ from typing import Any
 
 from kvstore.identity import Namespace
 from kvstore.protocol.frames import FrameDecoder, HeaderReceived, encode
-from kvstore.protocol.messages import Hello, Welcome, answer_header, parse_request
+from kvstore.protocol.messages import (
+    Hello,
+    SegmentsAnswer,
+    Welcome,
+    answer_header,
+    parse_request,
+)
 
 NAMESPACE = Namespace("m", "uint8", "raw", 4, 1000)
 
@@ -40,6 +47,16 @@ class Session:
     def answer(self, request_id: int, answer: Any, payload: bytes = b"") -> None:
         """Answer a request."""
         self.sock.sendall(encode(answer_header(request_id, answer), len(payload)) + payload)
+
+    def answer_with_memory(self, request_id: int, request: Any, size: int) -> None:
+        """Answer a request for segments with new memory."""
+        fds = [os.memfd_create("script") for _ in request.numbers]
+        for fd in fds:
+            os.ftruncate(fd, size)
+        answer = SegmentsAnswer([(number, size) for number in request.numbers])
+        socket.send_fds(self.sock, [encode(answer_header(request_id, answer))], fds)
+        for fd in fds:
+            os.close(fd)
 
     def welcome(self, **changes: Any) -> None:
         """Open the session, over ``tcp``."""

@@ -19,7 +19,15 @@ import kvstore
 from kvstore.errors import AccessDenied, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.identity import Namespace, prefix_hashes
 from kvstore.protocol.frames import encode
-from kvstore.protocol.messages import GetAnswer, Hello, MatchAnswer, error_header
+from kvstore.protocol.messages import (
+    Get,
+    GetAnswer,
+    Hello,
+    MatchAnswer,
+    Release,
+    Segments,
+    error_header,
+)
 from tests.client.scripted_node import NAMESPACE, Session, scripted_node
 from tests.client.sync_facade import CONNECT
 from tests.running import DaemonProcess, DaemonThread, daemon_process, make_config
@@ -344,6 +352,40 @@ def test_a_session_that_ends_within_an_answer_is_tried_once_more(tmp_path: Path,
         into = [bytearray(1000), bytearray(1000)]
         assert client.get(hashes(2), into).found == 2
         assert client.stats().connects == 2
+
+
+def late_segments(session: Session) -> None:
+    """Sends a segment after the deadline of the call that needed it, then serves views of it."""
+    session.welcome(transport="shm")
+    request_id, _ = session.ask()
+    session.answer(request_id, GetAnswer(1, b"\2", [0]))
+    request_id, segments = session.ask()
+    time.sleep(0.3)
+    session.answer_with_memory(request_id, segments, 1000)
+    released: list[int] = []
+    while sorted(released) != [1, 2]:
+        request_id, asked = session.ask()
+        if isinstance(asked, Segments):
+            session.answer_with_memory(request_id, asked, 1000)
+        elif isinstance(asked, Get):
+            session.answer(request_id, GetAnswer(2, b"\2", [0]))
+        else:
+            assert isinstance(asked, Release)
+            released += asked.leases
+    session.sock.recv(1)
+
+
+def test_a_segment_that_comes_late_does_no_harm(tmp_path: Path, kind: str) -> None:
+    with (
+        scripted_node(tmp_path, late_segments) as url,
+        CONNECT[kind](url, NAMESPACE, transport="shm") as client,
+    ):
+        with client.view(hashes(1), deadline=0.1) as views:
+            assert (views.found, views.failure) == (0, "deadline_exceeded")
+        time.sleep(0.4)
+        with client.view(hashes(1), deadline=5.0) as views:
+            assert bytes(views[0]) == bytes(1000)
+        assert client.stats().connects == 1
 
 
 def other_block_size(session: Session) -> None:

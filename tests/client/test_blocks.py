@@ -15,6 +15,7 @@ import pytest
 
 import kvstore
 from client import operations
+from client.layout import HeadMajorLayout
 from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ParentAbsent
 from kvstore.identity import Namespace, prefix_hashes
 from tests.client.sync_facade import CONNECT
@@ -335,3 +336,33 @@ def test_another_namespace_is_a_miss(
     with CONNECT[kind](daemon.url, replace(namespace, salt="other")) as other:
         assert other.match(names).blocks == 0
         assert other.get(names, np.zeros_like(data)).found == 0
+
+
+@pytest.mark.parametrize("socket", ["unix", "tcp"])
+async def test_prefixes_over_a_real_node(daemon: DaemonThread, socket: str) -> None:
+    layout = HeadMajorLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+    space = layout.namespace(f"prefixes {socket}")
+    url = daemon.url if socket == "unix" else daemon.tcp_url
+    random = np.random.default_rng(1)
+
+    def tensors() -> Any:
+        return [tuple(random.random((2, 40, 8), np.float32) for _ in "kv") for _ in range(2)]
+
+    saved, one, two = tensors(), tensors(), tensors()
+    with kvstore.connect(url, space, deadline=5.0) as blocking:
+        prefixes = blocking.prefixes(layout)
+        assert prefixes.save(range(40), saved).stored == 10
+        assert prefixes.load(range(42), tensors_like(one, 44)).tokens == 40
+        assert prefixes.load(range(40), one).tiers == {"dram": 40}
+    async with await kvstore.aconnect(url, space, deadline=5.0) as client:
+        twin = client.prefixes(layout)
+        assert (await twin.match(range(40))).tokens == 40
+        assert (await twin.load(range(40), two)).tokens == 40
+        assert (await twin.save(range(40), saved)).held == 10
+    for loaded in (one, two):
+        for pair, other in zip(saved, loaded, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(pair, other, strict=True))
+
+
+def tensors_like(pairs: Any, tokens: int) -> Any:
+    return [tuple(np.zeros((2, tokens, 8), np.float32) for _ in pair) for pair in pairs]

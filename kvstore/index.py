@@ -258,6 +258,16 @@ class Index:
             entry.state |= USED
         self.policy.touch(reversed(entries))
 
+    def renew(self, entries: Iterable[Entry], now: float) -> None:
+        """Note that blocks were followed by a new one: they are as recent as it is.
+
+        That is no use of them, and their place in the order stays. A policy that tells blocks seen
+        once from those seen again would count every new block twice otherwise; and no parent goes
+        before its children anyway.
+        """
+        for entry in entries:
+            entry.last_use = now
+
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keep the extents of `entries` from being reused, until as many calls of `unpin`."""
         for entry in entries:

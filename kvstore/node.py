@@ -34,6 +34,9 @@ RESERVATION_SECONDS: Final = 60.0
 _MOST_EVICTIONS_A_BLOCK: Final = 64
 """Evictions in policy order to find room for one block before a whole slab is cleared for it."""
 
+_POLICY_SLACK: Final = 1 / 16
+"""By what share the policy's capacity may be wrong before it is set anew; that costs it ghosts."""
+
 
 class Node:
     """The blocks of one daemon.
@@ -143,6 +146,7 @@ class Node:
             # Below a block that is being written nothing can be committed before it is.
             self.metrics.puts["busy"] += len(hashes)
             return bytes([BUSY]) * len(hashes), None
+        self._fit_policy()
         now = self.clock()
         verdicts = bytearray()
         blocks: dict[int, Entry] = {}
@@ -170,6 +174,15 @@ class Node:
         self.metrics.reservations += len(blocks)
         self.on_growth()
         return bytes(verdicts), Reservation(number, blocks, now + RESERVATION_SECONDS)
+
+    def _fit_policy(self) -> None:
+        """Tell the policy how many blocks a full DRAM holds, going by the sizes of those held."""
+        policy, held = self.index.policy, len(self.index.policy) + self.metrics.reservations
+        if not held or not self.dram.used:
+            return
+        fitting = max(held * self.dram.capacity // self.dram.used, 1)
+        if abs(fitting - policy.capacity) > policy.capacity * _POLICY_SLACK:
+            policy.resize(fitting)
 
     def _reserve_one(
         self, shard: ShardIndex, owner: str, parent: bytes, block: bytes, now: float, *, first: bool
@@ -220,6 +233,10 @@ class Node:
     def touch(self, entries: Sequence[Entry]) -> None:
         """Note a use of blocks, given from root to leaf."""
         self.index.touch(entries, self.clock())
+
+    def renew(self, entries: Sequence[Entry]) -> None:
+        """Note that blocks were followed by a new one."""
+        self.index.renew(entries, self.clock())
 
     def abort(self, reservation: Reservation) -> None:
         """Give up what was not committed. Its session has stopped writing to it."""

@@ -421,9 +421,10 @@ class Session:
             self._reservations.pop(reservation.number, None)
         self._node.metrics.put_seconds.observe(time.perf_counter() - began)
         flags = bytes([position in committed for position in request.indexes])
-        # The blocks before the new ones, too: no parent may look older than its child.
-        used = committed[max(committed)].path() if committed else ()
-        return Reply(WriteAnswer(flags), used=used)
+        if committed:
+            # The blocks before the new ones, too: no parent may look older than its child.
+            self._node.renew(committed[max(committed)].path())
+        return Reply(WriteAnswer(flags))
 
     def _abort(self, request: Abort) -> Reply:
         reservation = self._reservations.pop(request.reservation, None)

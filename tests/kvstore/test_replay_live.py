@@ -26,7 +26,7 @@ def replay(url: str, batch: int) -> ReplayReport:
     return run.report
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "fifo"])
 @pytest.mark.parametrize(("blocks", "batch"), [(512, 256), (2048, 50)])
 def test_dram_alone_hits_exactly_what_simulate_says(
     tmp_path: Path, policy: str, blocks: int, batch: int

@@ -198,31 +198,39 @@ class Administration:
             return "gone"
         self._node.pin((entry,))
         try:
-            verdict = await asyncio.to_thread(self._compare, entry, tier)
+            for name, verify in (("ssd", self._verify_ssd), ("dram", self._verify_dram)):
+                verdict = await verify(entry) if tier in (None, name) else "sound"
+                if verdict == "corrupt" and self._node.holds(entry):
+                    self._node.drop(entry, name, DepartureReason.CORRUPT)
+                if verdict != "sound":
+                    return verdict
         finally:
             self._node.unpin((entry,))
-        if verdict == "corrupt" and self._node.holds(entry):
-            self._node.drop(entry, tier or "ssd", DepartureReason.CORRUPT)
-        return verdict
-
-    def _compare(self, entry: Entry, tier: str | None) -> str:
-        """Runs in a thread; the entry is pinned."""
-        dram, ssd, node = entry.dram, entry.ssd, self._node
-        try:
-            if ssd is not None and node.ssd is not None and tier in (None, "ssd"):
-                node.ssd.verify(ssd)
-        except CorruptBlock:
-            return "corrupt"
-        except TierError:
-            return "unreadable"
-        if dram is not None and tier in (None, "dram"):
-            expected = entry.checksum
-            if expected is None and ssd is not None and node.ssd is not None:
-                expected = node.ssd.checksum(ssd)
-            if expected is not None:
-                found = crc32c(node.dram.view(dram, entry.shard.block_bytes))
-                return "sound" if found == expected else "corrupt"
         return "sound"
+
+    async def _verify_ssd(self, entry: Entry) -> str:
+        """Check the copy on the SSD of a pinned block."""
+        ssd = self._node.ssd
+        while ssd is not None and (extent := entry.ssd) is not None:
+            verdict = "sound"
+            try:
+                await asyncio.to_thread(ssd.verify, extent)
+            except CorruptBlock:
+                verdict = "corrupt"
+            except TierError:
+                verdict = "unreadable"
+            if entry.ssd == extent:
+                return verdict
+            # Reclaim has moved the block to another region meanwhile.
+        return "sound"
+
+    async def _verify_dram(self, entry: Entry) -> str:
+        """Check the copy in memory of a pinned block, where its checksum is known."""
+        expected, extent = self._node.checksum(entry), entry.dram
+        if expected is None or extent is None:
+            return "sound"
+        view = self._node.dram.view(extent, entry.shard.block_bytes)
+        return "sound" if await asyncio.to_thread(crc32c, view) == expected else "corrupt"
 
 
 def _bytes(entries: Iterable[Entry]) -> int:

@@ -32,13 +32,14 @@ def explain(node: Node, fingerprint: bytes, hashes: Sequence[bytes]) -> Explanat
         return Explanation(asked, held, Ending.COMPLETE)
     missing = hashes[held]
     lacking = ends.index(held) if ends else None
+    for shard in shards:
+        if missing in shard.reserved:
+            return Explanation(asked, held, Ending.PENDING, missing, shard.number)
     if lacking is not None and max(ends) > held:
         found = _departed(node, fingerprint, lacking, asked, held, missing)
         if found is not None:
             return found
         return Explanation(asked, held, Ending.SHARD_ABSENT, missing, lacking)
-    if any(missing in shard.reserved for shard in shards):
-        return Explanation(asked, held, Ending.PENDING, missing, lacking)
     return (
         _departed(node, fingerprint, lacking or 0, asked, held, missing)
         or _elsewhere(node, namespace, fingerprint, asked, held, missing)

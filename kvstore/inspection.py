@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
+from itertools import zip_longest
 
 from kvstore.administration import Administration
 from kvstore.config import Config
@@ -72,7 +73,7 @@ class Inspection(Administration):
             version=version("tiered-kvstore"),
             pid=os.getpid(),
             uptime=node.clock() - self._started,
-            state="serving",
+            state="stopping" if self._server.stopping else "serving",
             listens=self.urls,
             sessions=metrics.sessions,
             namespaces=len({shard.namespace for shard in node.index.shards}),
@@ -175,21 +176,23 @@ class Inspection(Administration):
                 for shard in self._shards(query.namespace)
                 if query.shard is None or shard.number == query.shard
             ),
-            key=_cursor_of,
+            key=lambda shard: _cursor(shard.namespace, shard.number),
         )
         after, last = query.cursor[:36], query.cursor[36:]
         if query.cursor and (len(after) != 36 or len(last) != 32):
             raise InvalidRequest("the cursor is not one of this node's")
         reports: list[BlockReport] = []
         for shard in shards:
-            name = _cursor_of(shard)
+            name = _cursor(shard.namespace, shard.number)
             if name < after:
                 continue
             start = last if name == after else b""
-            for entry in self._page(shard, query, start, query.limit - len(reports)):
-                reports.append(self._report(entry))
+            # One more than fits tells whether there is another page.
+            for entry in self._page(shard, query, start, query.limit + 1 - len(reports)):
                 if len(reports) == query.limit:
-                    return BlockPage(tuple(reports), name + entry.hash)
+                    end = reports[-1]
+                    return BlockPage(tuple(reports), _cursor(end.namespace, end.shard, end.hash))
+                reports.append(self._report(entry))
         return BlockPage(tuple(reports))
 
     def _page(self, shard: ShardIndex, query: BlockQuery, after: bytes, limit: int) -> list[Entry]:
@@ -216,8 +219,9 @@ class Inspection(Administration):
         ]
         found.sort(key=lambda entry: entry.shard.number)
         if prefix:
-            paths = [entry.path() for entry in found]
-            found = [entry for level in zip(*paths, strict=True) for entry in level]
+            # Shards need not agree on the parents: what a hash stands for is the clients' word.
+            levels = zip_longest(*(entry.path() for entry in found))
+            found = [entry for level in levels for entry in level if entry is not None]
         return [self._report(entry) for entry in found[-limit:]]
 
     def _report(self, entry: Entry) -> BlockReport:
@@ -252,5 +256,5 @@ class Inspection(Administration):
         return explain(self._node, namespace, hashes)
 
 
-def _cursor_of(shard: ShardIndex) -> bytes:
-    return shard.namespace + shard.number.to_bytes(4, "big")
+def _cursor(namespace: bytes, shard: int, hash: bytes = b"") -> bytes:
+    return namespace + shard.to_bytes(4, "big") + hash

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final, TypeVar, TypeVarTuple
 
 import structlog
@@ -44,6 +44,8 @@ _PAUSE_SECONDS: Final = 0.05
 """Wait before trying again after the budget was used up or nothing could go."""
 _SPARE_REGIONS: Final = 2
 """Regions kept free: one for new blocks, one for those that reclaim writes again."""
+_MOST_RECLAIMS: Final = 8
+"""Regions reclaimed before giving up: where all is pinned, writing again gains nothing."""
 
 
 class Movement:
@@ -80,7 +82,8 @@ class Movement:
         self._pressure = asyncio.Event()
         self._promotions: dict[Entry, asyncio.Task[MissReason | None]] = {}
         self._copies: dict[Entry, asyncio.Task[bool]] = {}
-        self._reclaiming = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        self._spare = _SPARE_REGIONS
         self._task: asyncio.Task[None] | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._writers: ThreadPoolExecutor | None = None
@@ -89,6 +92,8 @@ class Movement:
         """Start the demotion task; the node's growth is watched from now on."""
         self._readers = ThreadPoolExecutor(self._depth, "ssd-read")
         self._writers = ThreadPoolExecutor(min(self._depth, 4), "ssd-write")
+        # Of a log of a few regions, one must be left for what is being written.
+        self._spare = max(min(_SPARE_REGIONS, self._ssd.statistics().regions - 2), 1)
         self._node.on_growth = self._watch
         self._task = asyncio.get_running_loop().create_task(self._run(), name="demotion")
         self._watch()
@@ -215,17 +220,44 @@ class Movement:
         Returns:
             How many were written; fewer where the budget, the room or the medium gave out.
         """
+        now = self._node.clock()
         chain = self._with_ancestors(entries)
-        if not chain:
-            return 0
-        await self._make_room()
-        tasks = []
-        for entry in chain:
-            size = self._size(entry)
-            if not self._budget.take(size, self._node.clock()):
+        within_budget = takewhile(lambda entry: self._budget.take(self._size(entry), now), chain)
+        return await self._write_down(list(within_budget), float("inf"))
+
+    async def _write_down(self, entries: Sequence[Entry], deadline: float) -> int:
+        """Write copies, a part at a time, while there is room and time.
+
+        Never to the last region: where blocks are pinned, reclaim can't do without it.
+        """
+        written = 0
+        for some in self._parts(entries):
+            async with self._writing:
+                if self._node.clock() >= deadline:
+                    break
+                await self._make_room()
+                if self._ssd.free_regions < self._spare:
+                    break
+                # Others may have gone, or gone down, since.
+                part = [entry for entry in some if entry.ssd is None and not entry.gone]
+                done = sum(await asyncio.gather(*map(self._copy, part)))
+            written += done
+            if part and not done:
                 break
-            tasks.append(self._copy(entry))
-        return sum(await asyncio.gather(*tasks))
+        return written
+
+    def _parts(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+        """Divide blocks into parts that put at most one more region to use."""
+        part: list[Entry] = []
+        size = 0
+        for entry in entries:
+            size += self._size(entry)
+            if part and size > self._region_bytes // 2:
+                yield part
+                part, size = [], self._size(entry)
+            part.append(entry)
+        if part:
+            yield part
 
     def _with_ancestors(self, entries: Iterable[Entry]) -> list[Entry]:
         chain: dict[Entry, None] = {}
@@ -302,28 +334,17 @@ class Movement:
         ]
         # Stable: among blocks used at the same time the parent comes first, as it was committed.
         dirty.sort(key=lambda entry: entry.last_use, reverse=True)
-        written = 0
-        for start in range(0, len(dirty), _BATCH):
-            if self._node.clock() >= deadline:
-                break
-            await self._make_room()
-            some = dirty[start : start + _BATCH]
-            # Others may have gone, or gone down, since.
-            batch = [entry for entry in some if entry.ssd is None and not entry.gone]
-            done = sum(await asyncio.gather(*(self._copy(entry) for entry in batch)))
-            if batch and not done:
-                break
-            written += done
-        return written
+        return await self._write_down(dirty, deadline)
 
     # --- reclaim -------------------------------------------------------------------------------
 
     async def _make_room(self) -> None:
-        async with self._reclaiming:
-            while self._ssd.free_regions < _SPARE_REGIONS:
-                region = self._ssd.victim()
-                if region is None or not await self._reclaim(region):
-                    return
+        for _ in range(_MOST_RECLAIMS):
+            if self._ssd.free_regions >= self._spare:
+                return
+            region = self._ssd.victim()
+            if region is None or not await self._reclaim(region):
+                return
 
     async def _reclaim(self, region: int) -> bool:
         residents = set(self._residents(region))

@@ -50,6 +50,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.urls: list[str] = []
         """Where clients may connect to."""
+        self.stopping = False
         self._movement = movement
         self._config = config
         self._incarnation = incarnation
@@ -210,6 +211,7 @@ class Server:
     async def close(self, grace: float) -> None:
         """Stop accepting, let what is under way finish within ``grace`` seconds, and close."""
         loop = asyncio.get_running_loop()
+        self.stopping = True
         if self._expiry is not None:
             self._expiry.cancel()
         for listener in self._listeners:

@@ -221,7 +221,7 @@ async def test_flush_and_demotion_do_not_write_a_block_twice(tmp_path: Path) -> 
             both.movement.flush(float("inf")),
             both.movement.copy_down([both.entry(chain[-1])]),
         )
-        assert written[1] == 25
+        assert sum(written) == 25
         assert both.ssd.statistics().blocks == 25
         assert await both.movement.flush(float("inf")) == 0
 
@@ -232,9 +232,9 @@ async def test_flush_stops_at_its_deadline_with_whole_prefixes(tmp_path: Path) -
         both.put(chain)
         now = iter([0.0, 2.0])
         both.node.clock = lambda: next(now, 2.0)
-        assert await both.movement.flush(1.0) == 16
+        assert await both.movement.flush(1.0) == 8
     async with hierarchy(tmp_path, high=0.99) as both:
-        assert both.node.index.match([both.shard], chain) == b"\3" * 16
+        assert both.node.index.match([both.shard], chain) == b"\3" * 8
 
 
 async def test_orphans_are_not_taken_up(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Watched(DaemonThread):
     def _check(self) -> None:
         metrics = self.metrics
         wait_for(lambda: metrics.sessions == 0)
-        assert (metrics.pins, metrics.reservations) == (0, 0)
+        wait_for(lambda: (metrics.pins, metrics.reservations) == (0, 0))
         assert self.used == self.held
         assert metrics.hits.total() + metrics.misses.total() == metrics.lookups
         assert metrics.internal_errors == 0

@@ -231,7 +231,10 @@ class Client:
             KVStoreError: why that can't be done.
         """
         end = time.monotonic() + self.deadline
-        lane = self._check_out(end)
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = self._wait_for_lane(end)
         try:
             lane.ready(end)
             self._session = lane.session
@@ -269,7 +272,10 @@ class Client:
     def _run(self, begin: Callable[[Terms], Operation[T]], deadline: float | None) -> T:
         end = time.monotonic() + (self.deadline if deadline is None else deadline)
         self._tally.calls += 1
-        lane = self._check_out(end)
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = self._wait_for_lane(end)
         try:
             return lane.run(begin, end)
         finally:
@@ -280,7 +286,10 @@ class Client:
     def _run_on_wire(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
         end = time.monotonic() + (self.deadline if deadline is None else deadline)
         self._tally.calls += 1
-        lane = self._check_out(end)
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = self._wait_for_lane(end)
         try:
             seen = lane.run(lambda terms: operations.view(terms, hashes), end)
             wire = lane.wire
@@ -300,14 +309,6 @@ class Client:
         except ValueError:
             return
         self._check_in(lane)
-
-    def _check_out(self, end: float) -> Lane:
-        if self._closed:
-            raise Unavailable("the client is closed")
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._wait_for_lane(end)
 
     def _wait_for_lane(self, end: float) -> Lane:
         with self._changed:

@@ -61,7 +61,9 @@ class Lane:
         Raises:
             KVStoreError: as the node answered, or why it did not.
         """
-        wire = self.ready(end)
+        wire = self.wire if self._fine else None
+        if wire is None:
+            wire = self.ready(end)
         try:
             return self._try(wire, begin, end)
         except Unavailable:
@@ -75,8 +77,6 @@ class Lane:
         Raises:
             KVStoreError: there is none, and none can be opened now.
         """
-        if self._fine and self.wire is not None:
-            return self.wire
         if self.wire is not None and self._health.suspect:
             self._catch_up(self.wire)
         if self._health.admit() and self.wire is not None:
@@ -102,7 +102,6 @@ class Lane:
         try:
             return wire.run(begin(wire.terms), end)
         except KVStoreError as error:
-            self._fine = False
             self._health.judge(
                 error,
                 heard=wire.heard != heard,
@@ -113,9 +112,7 @@ class Lane:
         finally:
             if wire.closed:
                 self.wire = None
-                self._fine = False
-            elif not self._fine:
-                self._fine = not self._health.suspect
+            self._fine = self.wire is not None and not self._health.suspect
 
     def _catch_up(self, wire: Wire) -> None:
         heard = wire.heard

@@ -18,6 +18,7 @@ from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
+from rdma.errors import BadPlace
 from rdma.transport import ClientTransport
 
 T = TypeVar("T")
@@ -289,15 +290,18 @@ def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
 
 
 def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
-    transport = terms.transport
+    transport, size = terms.transport, terms.namespace.block_bytes
     answer: messages.GetAnswer = yield Call(messages.Get(hashes))
+    locations = answer.locations or ()
     leases = [answer.lease] if answer.lease else []
-    if missing := transport.missing(answer.locations):
+    views: list[memoryview | None]
+    try:
+        views = transport.views(locations, size)  # type: ignore[assignment]
+    except BadPlace:
+        # Looking for missing segments first would cost each call what only the first one needs.
         with _kept(terms, leases):
-            yield MapSegments(missing)
-    views: list[memoryview | None] = transport.views(  # type: ignore[assignment]
-        answer.locations or (), terms.namespace.block_bytes
-    )
+            yield MapSegments(transport.missing(locations))
+        views = transport.views(locations, size)  # type: ignore[assignment]
     if len(views) < len(hashes):
         views = _spread(answer.tiers, views)
     return Seen(answer.tiers, views, leases)

@@ -139,9 +139,6 @@ class StreamWire:
             while True:
                 try:
                     value = await self._do(step, end)
-                except TransportError as error:
-                    self.close()
-                    step = operation.throw(ProtocolError(f"the node broke its word: {error}"))
                 except KVStoreError as error:
                     step = operation.throw(error)
                 else:
@@ -149,6 +146,9 @@ class StreamWire:
         except StopIteration as done:
             result: T = done.value
             return result
+        except TransportError as error:
+            self.close()
+            raise ProtocolError(f"the node named memory that is not there: {error}") from error
         finally:
             operation.close()
             if self.terms.leases or self.terms.reservations:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from client.endpoint import Settings, choose, open_socket
 from client.operations import (
     Call,
+    MapSegments,
     Move,
     Operation,
     Pipeline,
@@ -129,10 +130,7 @@ class Wire:
             step = next(operation)
             while True:
                 try:
-                    value = self._do(step, end)
-                except TransportError as error:
-                    self.close()
-                    step = operation.throw(ProtocolError(f"the node broke its word: {error}"))
+                    value = self._call(step, end) if type(step) is Call else self._do(step, end)
                 except KVStoreError as error:
                     step = operation.throw(error)
                 else:
@@ -140,6 +138,9 @@ class Wire:
         except StopIteration as done:
             result: T = done.value
             return result
+        except TransportError as error:
+            self.close()
+            raise ProtocolError(f"the node named memory that is not there: {error}") from error
         except KVStoreError:
             raise
         except BaseException:
@@ -193,8 +194,6 @@ class Wire:
     # --- steps ---------------------------------------------------------------------------------
 
     def _do(self, step: Step, end: float) -> Any:
-        if isinstance(step, Call):
-            return self._call(step, end)
         if isinstance(step, Move):
             step.work()
             return None
@@ -202,7 +201,9 @@ class Wire:
             return self.release(step.leases, end)
         if isinstance(step, Pipeline):
             return self._pipeline(step.calls, end)
-        return self._map(step.numbers, end)
+        if isinstance(step, MapSegments):
+            return self._map(step.numbers, end)
+        return self._call(step, end)
 
     def _give_back(self, end: float) -> None:
         """Have the node drop what operations left behind, without waiting for its answer."""
@@ -257,9 +258,9 @@ class Wire:
     def _begin(self, call: Call, end: float) -> Pending[Any]:
         payload = call.payload
         length = sum(map(len, payload)) if payload else 0
-        now = time.monotonic()
-        pending, frame = self._caller.begin(call.request, end, now, call.sink, length)
-        for late in self._caller.take_outbox():
+        caller = self._caller
+        pending, frame = caller.begin(call.request, end, time.monotonic(), call.sink, length)
+        for late in caller.take_outbox():
             self._send(late, (), end)
         self._send(frame, payload, end)
         return pending
@@ -268,12 +269,25 @@ class Wire:
         """Send a frame whole, or break the connection: half a frame can't be taken back."""
         if self.closed:
             raise Unavailable("the connection is closed")
+        sent = 0
         try:
-            self._set_send_timeout(end)
-            if payload:
-                self._send_parts([frame, *payload], end)
-            elif (sent := self._socket.send(frame)) < len(frame):
-                self._send_parts([memoryview(frame)[sent:]], end)
+            if not payload:
+                # A small frame nearly always fits, and then no timeout has to be set.
+                sent = self._socket.send(frame, socket.MSG_DONTWAIT)
+                if sent == len(frame):
+                    return
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._lose(Unavailable(f"the connection broke: {error}"))
+            raise Unavailable(f"the connection broke: {error}") from error
+        self._send_parts([memoryview(frame)[sent:], *payload], end)
+
+    def _send_parts(self, parts: list[memoryview], end: float) -> None:
+        try:
+            while parts:
+                self._set_send_timeout(end)
+                parts = _rest(parts, self._socket.sendmsg(parts[:_MAX_PARTS]))
         except BlockingIOError as error:
             self._lose(Unavailable("the node did not take a request in time"))
             raise DeadlineExceeded("the node did not take the request in time") from error
@@ -281,26 +295,25 @@ class Wire:
             self._lose(Unavailable(f"the connection broke: {error}"))
             raise Unavailable(f"the connection broke: {error}") from error
 
-    def _send_parts(self, parts: list[memoryview | bytes], end: float) -> None:
-        while parts:
-            self._set_send_timeout(end)
-            parts = _rest(parts, self._socket.sendmsg(parts[:_MAX_PARTS]))
-
     def _receive(self, pending: Pending[Any], end: float) -> None:
         """Receive once; give ``pending`` up at the deadline."""
-        buffer = self._caller.get_buffer()
-        if not self._set_receive_timeout(end):
-            self._caller.abandon(pending)
-            return
-        self._receive_into(buffer)
+        left = end - time.monotonic()
+        if not left / 2 <= self._receive_timeout <= left + _SLACK:
+            if left <= 0:
+                self._caller.abandon(pending)
+                return
+            self._set_timeout(socket.SO_RCVTIMEO, left)
+            self._receive_timeout = left
+        self._receive_into(self._caller.get_buffer())
 
     def _receive_into(self, buffer: memoryview) -> bool:
         """Receive what is there; returns whether there was anything."""
+        caller = self._caller
         try:
             if self._expects_fds:
                 count, fds = receive_with_fds(self._socket, buffer)
                 if fds:
-                    self._caller.feed_fds(fds)
+                    caller.feed_fds(fds)
             else:
                 count = self._socket.recv_into(buffer)
         except BlockingIOError:
@@ -308,30 +321,17 @@ class Wire:
         except (OSError, TransportError) as error:
             self._lose(Unavailable(f"the connection broke: {error}"))
             return False
-        self._received(count)
-        return True
-
-    def _received(self, count: int) -> None:
         if count:
-            self._caller.buffer_updated(count)
+            caller.buffer_updated(count)
         else:
-            self._caller.feed_eof()
-        if self._caller.broken is not None:
+            caller.feed_eof()
+        if caller.broken is not None:
             self.close()
+        return True
 
     def _lose(self, error: KVStoreError) -> None:
         self._caller.lose(error)
         self.close()
-
-    def _set_receive_timeout(self, end: float) -> bool:
-        left = end - time.monotonic()
-        if left / 2 <= self._receive_timeout <= left + _SLACK:
-            return True
-        if left <= 0:
-            return False
-        self._set_timeout(socket.SO_RCVTIMEO, left)
-        self._receive_timeout = left
-        return True
 
     def _set_send_timeout(self, end: float) -> None:
         left = max(end - time.monotonic(), _SLACK)
@@ -380,10 +380,10 @@ def adopt(transport: ShmClientTransport, pending: Pending[Any]) -> None:
             os.close(fd)
 
 
-def _rest(parts: list[memoryview | bytes], sent: int) -> list[memoryview | bytes]:
+def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
     """What of the parts is still to be sent."""
     for index, part in enumerate(parts):
         if sent < len(part):
-            return [memoryview(part)[sent:], *parts[index + 1 :]] if sent else parts[index:]
+            return [part[sent:], *parts[index + 1 :]]
         sent -= len(part)
     return []

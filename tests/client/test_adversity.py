@@ -388,6 +388,27 @@ def test_a_segment_that_comes_late_does_no_harm(tmp_path: Path, kind: str) -> No
         assert client.stats().connects == 1
 
 
+@pytest.mark.parametrize("place", [500, 1 << 40, (7 << 44) + 1])
+def test_a_place_outside_the_memory_shared_is_a_miss(tmp_path: Path, kind: str, place: int) -> None:
+    def misplaced(session: Session) -> None:
+        session.welcome(transport="shm")
+        while True:
+            request_id, asked = session.ask()
+            if isinstance(asked, Segments):
+                session.answer_with_memory(request_id, asked, 1000)
+            else:
+                session.answer(request_id, GetAnswer(1, b"\2", [place]))
+
+    with (
+        scripted_node(tmp_path, misplaced, misplaced) as url,
+        CONNECT[kind](url, NAMESPACE, transport="shm") as client,
+    ):
+        with client.view(hashes(1)) as views:
+            assert (views.found, views.failure) == (0, "protocol")
+        got = client.get(hashes(1), [bytearray(1000)])
+        assert (got.found, got.failure) == (0, "protocol")
+
+
 def other_block_size(session: Session) -> None:
     session.welcome(block_bytes=999)
 

@@ -70,10 +70,36 @@ class NodeTransport(ABC):
     """
 
     name: ClassVar[str]
+    waits: ClassVar[bool] = False
+    """Whether ``push`` and ``pull`` may wait; otherwise they are over at their first step."""
+
+    @property
+    def broken(self) -> TransportError | None:
+        """Why nothing can be moved in this session any more; ``None`` while it can.
+
+        A transport whose ``push`` or ``pull`` raised may be broken by it; the session then has
+        to end, and the client to open another.
+        """
+        return None
 
     def welcome(self) -> dict[str, object]:
         """Return what the client must know to use the transport."""
         return {}
+
+    def select(
+        self, destinations: Sequence[int] | None, length: int, found: Sequence[int]
+    ) -> Sequence[int] | None:
+        """Return what of ``destinations`` is for the blocks found.
+
+        Args:
+            destinations: what the client said about the memory for all blocks it asked for.
+            length: how many bytes of each block.
+            found: for each of those blocks, whether it was found (anything true).
+
+        Raises:
+            BadPlace: the destinations make no sense.
+        """
+        return destinations
 
     @abstractmethod
     async def push(
@@ -138,12 +164,15 @@ class ClientTransport(ABC):
     name: ClassVar[str]
     shares_memory: ClassVar[bool] = False
     """Whether blocks can be looked at where they lie (``views``)."""
+    exposes_memory: ClassVar[bool] = False
+    """Whether the node itself reads or writes the buffers named in a call. If such a call ends
+    unanswered, only :meth:`close` makes sure that the node leaves them alone from then on."""
 
     def offer(self) -> dict[str, object]:
         """Return what the node must know to use the transport; travels in HELLO."""
         return {}
 
-    def accept(self, details: dict[str, object]) -> None:
+    def accept(self, details: dict[str, object]) -> None:  # noqa: B027 - most have nothing to do
         """Take what the node's half said of itself (``welcome``); the node has chosen this one.
 
         Raises:
@@ -200,6 +229,13 @@ class ClientTransport(ABC):
             BadPlace: the locations make no sense.
         """
         raise TransportError(f"the {self.name} transport shares no memory")
+
+    def done(self, named: Sequence[int] | None) -> None:  # noqa: B027 - most have nothing to do
+        """Take back the memory of a call that has been answered.
+
+        Args:
+            named: what :meth:`destinations` or :meth:`sources` returned for the call, itself.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,0 +1,89 @@
+"""Completions, brought to the event loop by the descriptor of their channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from rdma.verbs.adapter import Adapter
+from rdma.verbs.binding import nothing_there, with_event_fd
+from rdma.verbs.errors import DeviceError
+
+__all__ = ["Completions"]
+
+_AT_ONCE: Final = 64
+
+
+class Completions:
+    """A completion queue and its channel.
+
+    Args:
+        adapter: the device.
+        depth: entries that must never be exceeded.
+        on_completion: is called with the number of the queue pair, that of the work request, and
+            the status.
+
+    Raises:
+        DeviceError: the device refused.
+    """
+
+    def __init__(
+        self, adapter: Adapter, depth: int, on_completion: Callable[[int, int, int], None]
+    ) -> None:
+        binding = adapter.binding
+        self._failure = binding.Error
+        self._on_completion = on_completion
+        self._loop: asyncio.AbstractEventLoop | None = None
+        try:
+            self._channel, self._fd = with_event_fd(lambda: binding.cq.CompChannel(adapter.context))
+            self.queue: Any = binding.cq.CQ(adapter.context, depth, None, self._channel, 0)
+        except binding.Error as error:
+            raise DeviceError(
+                f"{adapter.choice.device} makes no completion queue: {error}"
+            ) from error
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to watch."""
+        self.queue.req_notify()
+        self._loop = loop
+        loop.add_reader(self._fd, self._on_readable)
+
+    def poll(self) -> int:
+        """Take in completions until there are none, and return how many there were."""
+        count = 0
+        while True:
+            number: int
+            number, completions = self.queue.poll(_AT_ONCE)
+            for completion in completions:
+                self._on_completion(completion.qp_num, completion.wr_id, completion.status)
+            count += number
+            if number < _AT_ONCE:
+                return count
+
+    def close(self) -> None:
+        """Stop watching and give the queue back; all queue pairs that use it must be destroyed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._fd)
+            self._loop = None
+        self.queue.close()
+        self._channel.close()
+
+    def _on_readable(self) -> None:
+        """Drain, acknowledge, ask for the next event, and only then poll.
+
+        In any other order a completion that comes in between goes unnoticed.
+        """
+        events = 0
+        while True:
+            try:
+                self._channel.get_cq_event(self.queue)
+            except self._failure as error:
+                if nothing_there(error):
+                    break
+                raise
+            events += 1
+        if events:
+            self.queue.ack_events(events)
+            self.queue.req_notify()
+        self.poll()

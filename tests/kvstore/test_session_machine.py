@@ -28,8 +28,8 @@ from kvstore.session import Reply, Session
 from rdma.shm import ShmNodeTransport
 from tests.kvstore.test_node import BLOCK, NAMESPACE, chain, content, make_node
 
-MOST = 10
-PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+MOST = 8
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 
 
 @dataclass
@@ -72,6 +72,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.node.clock = lambda: self.now
         self.clients = [self._client() for _ in range(3)]
         self.lookups = 0
+        self.paths: dict[bytes, tuple[int, ...]] = {}
 
     def _client(self) -> Client:
         session = Session(
@@ -97,9 +98,10 @@ class SessionMachine(RuleBasedStateMachine):
     def shard(self):  # type: ignore[no-untyped-def]
         return self.node.shards_of(NAMESPACE)[0]
 
-    @rule(who=st.integers(0, 2), path=PATHS, skip=st.integers(0, 8))
+    @rule(who=st.integers(0, 2), path=PATHS, skip=st.integers(0, 5))
     def reserve(self, who: int, path: tuple[int, ...], skip: int) -> None:
         client, hashes = self.clients[who], chain(path)
+        self.paths.update((block, path[: end + 1]) for end, block in enumerate(hashes))
         skip = min(skip, len(path) - 1)
         parent = hashes[skip - 1] if skip else ROOT_PARENT
         hashes = hashes[skip:]
@@ -122,6 +124,12 @@ class SessionMachine(RuleBasedStateMachine):
                 dict(zip(wanted, answer.locations or (), strict=True)),
                 self.now + RESERVATION_SECONDS,
             )
+
+    @precondition(lambda self: self.shard.reserved)
+    @rule(who=st.integers(0, 2), data=st.data(), digit=st.integers(0, 1))
+    def reserve_below_what_is_written(self, who: int, data: st.DataObject, digit: int) -> None:
+        path = data.draw(st.sampled_from(sorted(self.paths[one] for one in self.shard.reserved)))
+        self.reserve(who, (*path, digit), len(path))
 
     def _a_put(self, data: st.DataObject) -> tuple[Client, int, Put]:
         writing = [client for client in self.clients if client.puts]

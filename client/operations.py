@@ -24,7 +24,10 @@ from rdma.transport import ClientTransport
 T = TypeVar("T")
 
 BATCH_BYTES: Final = 128 << 20
-"""Payload of one GET or RESERVE at most, so that pins and reservations stay few and short."""
+"""Payload of one GET at most, so that pins stay few and short."""
+
+RESERVE_BYTES: Final = 128 << 20
+"""What one RESERVE asks room for at most, so that little is held up by a slow writer."""
 
 WRITE_BYTES: Final = 8 << 20
 """Payload of one WRITE at most; several are under way at once."""
@@ -46,10 +49,17 @@ class Call:
 
 
 @dataclass(slots=True)
-class Pipeline:
-    """Ask several things at once; comes back as the list of their answers."""
+class Begin:
+    """Ask without waiting for the answer; comes back as a handle of the driver's."""
 
-    calls: list[Call]
+    call: Call
+
+
+@dataclass(slots=True)
+class Finish:
+    """Wait for what was begun; comes back as its answer."""
+
+    handle: Any
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ class Release:
     leases: list[int]
 
 
-Step: TypeAlias = Call | Pipeline | MapSegments | Move | Release
+Step: TypeAlias = Call | Begin | Finish | MapSegments | Move | Release
 Operation: TypeAlias = Generator[Step, Any, T]
 
 
@@ -142,6 +152,14 @@ class Seen:
     codes: bytes
     views: list[memoryview | None]
     leases: list[int]
+
+
+def forsake(terms: Terms, answer: object) -> None:
+    """Have the node drop what an answer brought that nobody will read."""
+    if isinstance(answer, messages.GetAnswer) and answer.lease:
+        terms.leases.append(answer.lease)
+    elif isinstance(answer, messages.ReserveAnswer) and answer.reservation:
+        terms.reservations.append(answer.reservation)
 
 
 def check_hashes(hashes: Sequence[bytes]) -> None:
@@ -350,95 +368,104 @@ def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Buffers)
 def put(
     terms: Terms, hashes: Sequence[bytes], blocks: Buffers, parent: bytes
 ) -> Operation[PutResult]:
-    """Store a chain of blocks: reserve, fill, commit; what is held already is skipped."""
-    codes = b""
-    step = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES)
-    for start in range(0, len(hashes), step):
-        chain = hashes[start : start + step]
-        part = yield from _put_chain(terms, chain, blocks, start, parent)
-        codes += part
-        stopped = [code for code in (REFUSED, BUSY, FAILED) if code in part]
-        if stopped:
-            codes += bytes([stopped[0]]) * (len(hashes) - len(codes))
-            break
-        parent = chain[-1]
-    return PutResult(codes)
+    """Store a chain of blocks: reserve, fill, commit; what is held already is skipped.
 
-
-def _put_chain(
-    terms: Terms, chain: Sequence[bytes], blocks: Buffers, first: int, parent: bytes
-) -> Operation[bytes]:
-    answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
-    indexes = [i for i, verdict in enumerate(answer.verdicts) if verdict == messages.FILL]
-    if not indexes:
-        return answer.verdicts
-    committed = b""
+    What is reserved is filled in parts: while one is filled, the node commits the one before.
+    """
+    putting = _Putting(terms, hashes, blocks, parent)
     try:
-        committed = yield from _fill(terms, answer, indexes, blocks, first)
-    except InvalidRequest as error:
-        raise Unavailable(f"the node gave up the blocks it had reserved: {error}") from error
+        yield from putting.run()
     finally:
-        if not committed or not all(committed):
-            terms.reservations.append(answer.reservation)
-    codes = bytearray(answer.verdicts)
-    for index, done in zip(indexes, committed, strict=True):
-        codes[index] = STORED if done else FAILED
-    return bytes(codes)
+        terms.reservations += [number for number, left in putting.open.items() if left]
+    return PutResult(bytes(putting.codes))
 
 
-def _fill(
-    terms: Terms,
-    answer: messages.ReserveAnswer,
-    indexes: list[int],
-    blocks: Buffers,
-    first: int,
-) -> Operation[bytes]:
-    """Write and commit what was reserved; returns for each block whether that was done."""
-    if missing := terms.transport.missing(answer.locations):
-        yield MapSegments(missing)
-    step = _fill_shared if terms.transport.shares_memory else _send
-    return (yield from step(terms, answer, indexes, blocks, first))
+class _Putting:
+    """One put on its way.
 
+    Attributes:
+        codes: the outcome of each block as far as it is known.
+        open: how many blocks of each reservation have not been committed.
+    """
 
-def _fill_shared(
-    terms: Terms,
-    answer: messages.ReserveAnswer,
-    indexes: list[int],
-    blocks: Buffers,
-    first: int,
-) -> Operation[bytes]:
-    """Copy the blocks to where the node has room for them, then commit them together."""
-    places, size = answer.locations or (), terms.namespace.block_bytes
-    for start, stop in _parts(terms, len(indexes)):
-        buffers = [flat_bytes(blocks[first + index]) for index in indexes[start:stop]]
-        fill = partial(terms.transport.fill, places[start:stop], 0, buffers)
-        yield Move(fill, size * len(buffers))
-    committing = Call(messages.Write(answer.reservation, indexes, 0, size))
-    written: messages.WriteAnswer = yield committing
-    return written.committed
+    def __init__(
+        self, terms: Terms, hashes: Sequence[bytes], blocks: Buffers, parent: bytes
+    ) -> None:
+        self.codes = bytearray([FAILED]) * len(hashes)
+        self.open: dict[int, int] = {}
+        self._terms = terms
+        self._size = terms.namespace.block_bytes
+        self._hashes = hashes
+        self._blocks = blocks
+        self._parent = parent
+        self._step = terms.blocks_at_once(self._size, RESERVE_BYTES)
+        self._written: list[tuple[int, list[int], Any]] = []
 
+    def run(self) -> Operation[None]:
+        """Store all parts; stop at the first that has no room or is being written by another."""
+        for start in range(0, len(self._hashes), self._step):
+            more = yield from self._store(start)
+            for reservation, positions, handle in self._written:
+                yield from self._settle(reservation, positions, handle)
+            self._written.clear()
+            if not more:
+                return
 
-def _send(
-    terms: Terms,
-    answer: messages.ReserveAnswer,
-    indexes: list[int],
-    blocks: Buffers,
-    first: int,
-) -> Operation[bytes]:
-    """Hand the blocks to the transport, a part at a time, all parts under way at once."""
-    transport, size = terms.transport, terms.namespace.block_bytes
-    calls = []
-    for start, stop in _parts(terms, len(indexes)):
-        part = indexes[start:stop]
-        places = answer.locations[start:stop] if answer.locations is not None else None
-        buffers = [flat_bytes(blocks[first + index]) for index in part]
-        sources = transport.sources(buffers)
-        request = messages.Write(answer.reservation, part, 0, size, sources=sources)
-        calls.append(Call(request, transport.fill(places, 0, buffers)))
-    answers: list[messages.WriteAnswer] = yield Pipeline(calls)
-    return b"".join(written.committed for written in answers)
+    def _store(self, start: int) -> Operation[bool]:
+        """Write what the node has room for; returns whether the next part makes sense."""
+        chain = self._hashes[start : start + self._step]
+        parent = self._hashes[start - 1] if start else self._parent
+        answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
+        verdicts = answer.verdicts
+        self.codes[start : start + len(verdicts)] = verdicts
+        indexes = [i for i, verdict in enumerate(verdicts) if verdict == messages.FILL]
+        if indexes:
+            self.open[answer.reservation] = len(indexes)
+            yield from self._write(start, answer, indexes)
+        for code in (REFUSED, BUSY):
+            if code in verdicts:
+                self._rest(start + len(verdicts), code)
+                return False
+        return True
 
+    def _write(
+        self, start: int, answer: messages.ReserveAnswer, indexes: list[int]
+    ) -> Operation[None]:
+        """Move the blocks reserved, and ask the node to commit them."""
+        for index in indexes:
+            self.codes[start + index] = FAILED
+        locations = answer.locations
+        transport = self._terms.transport
+        if missing := transport.missing(locations):
+            yield MapSegments(missing)
+        step = self._terms.blocks_at_once(self._size, WRITE_BYTES)
+        for first in range(0, len(indexes), step):
+            part = indexes[first : first + step]
+            places = locations[first : first + step] if locations is not None else None
+            buffers = [flat_bytes(self._blocks[start + index]) for index in part]
+            payload: Sequence[memoryview] = ()
+            if transport.shares_memory:
+                fill = partial(transport.fill, places, 0, buffers)
+                yield Move(fill, self._size * len(part))
+            else:
+                payload = transport.fill(places, 0, buffers)
+            request = messages.Write(
+                answer.reservation, part, 0, self._size, sources=transport.sources(buffers)
+            )
+            handle = yield Begin(Call(request, payload))
+            self._written.append((answer.reservation, [start + index for index in part], handle))
 
-def _parts(terms: Terms, count: int) -> Iterator[tuple[int, int]]:
-    step = terms.blocks_at_once(terms.namespace.block_bytes, WRITE_BYTES)
-    return ((start, start + step) for start in range(0, count, step))
+    def _settle(self, reservation: int, positions: list[int], handle: Any) -> Operation[None]:
+        """See which blocks have been committed."""
+        try:
+            written: messages.WriteAnswer = yield Finish(handle)
+        except InvalidRequest as error:
+            raise Unavailable(f"the node gave up blocks it had reserved: {error}") from error
+        for position, done in zip(positions, written.committed, strict=True):
+            if done:
+                self.codes[position] = STORED
+        self.open[reservation] -= written.committed.count(1)
+
+    def _rest(self, start: int, code: int) -> None:
+        """Say of all blocks from one on that the put does not get to them."""
+        self.codes[start:] = bytes([code]) * (len(self.codes) - start)

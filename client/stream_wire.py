@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from client.endpoint import Settings, choose
 from client.operations import (
+    Begin,
     Call,
+    Finish,
     Move,
     Operation,
-    Pipeline,
     Release,
     Step,
     Terms,
+    forsake,
     make_terms,
 )
 from client.tally import SessionFacts
@@ -26,7 +30,7 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavai
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
 from kvstore.protocol.fields import MAX_SEGMENTS
-from kvstore.protocol.messages import Abort, GetAnswer, ReserveAnswer, Segments
+from kvstore.protocol.messages import Abort, Hello, Segments, Welcome
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport
 from rdma.stream import SocketStream
@@ -44,17 +48,45 @@ _ABORT_SECONDS: Final = 1.0
 
 
 class _StreamCaller(Caller):
-    """A caller that says when the node has ended the stream, be there calls in flight or none."""
+    """A caller that speaks up where no call in flight would: on late answers, and at the end.
 
-    def __init__(self, counters: Counters, on_end: Callable[[], object]) -> None:
+    Args:
+        counters: where to count.
+        on_late: called after bytes have come, for what late answers brought to be given back.
+        on_end: called when the node has ended the stream.
+    """
+
+    def __init__(
+        self, counters: Counters, on_late: Callable[[], object], on_end: Callable[[], object]
+    ) -> None:
         super().__init__(counters)
+        self._on_late = on_late
         self._on_end = on_end
+
+    def buffer_updated(self, number: int) -> list[Pending[Any]]:
+        """Take note of bytes received."""
+        done = super().buffer_updated(number)
+        self._on_late()
+        return done
 
     def feed_eof(self) -> list[Pending[Any]]:
         """Take note of the node's end of the stream."""
         done = super().feed_eof()
         self._on_end()
         return done
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one operation has begun and not finished.
+
+    Attributes:
+        begun: its calls.
+        unsent: those of them whose payload has not left yet.
+    """
+
+    begun: list[Pending[Any]] = field(default_factory=list)
+    unsent: set[Pending[Any]] = field(default_factory=set)
 
 
 class StreamWire:
@@ -72,7 +104,9 @@ class StreamWire:
     def __init__(self, connected: socket.socket, counters: Counters) -> None:
         self.closed = False
         self._loop = asyncio.get_running_loop()
-        self._caller = _StreamCaller(counters, lambda: self._loop.call_soon(self._done, ()))
+        self._caller = _StreamCaller(
+            counters, self._send_late, lambda: self._loop.call_soon(self._done, ())
+        )
         self._transport: ClientTransport | None = None
         self._mapping = asyncio.Lock()
         self._stream: SocketStream[Pending[Any]] = SocketStream(
@@ -98,7 +132,7 @@ class StreamWire:
         wire = cls(await _open_socket(address, end), counters)
         transports = settings.transports()
         try:
-            welcome = await wire._call(Call(settings.hello(transports)), end)
+            welcome = await wire._greet(settings.hello(transports), end)
             wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
         except BaseException:
@@ -134,11 +168,12 @@ class StreamWire:
             KVStoreError: as the node answered; ``DeadlineExceeded`` and ``Unavailable`` where it
                 did not. The connection may be closed then.
         """
+        run = _Run()
         try:
             step = next(operation)
             while True:
                 try:
-                    value = await self._do(step, end)
+                    value = await self._do(step, end, run)
                 except KVStoreError as error:
                     step = operation.throw(error)
                 else:
@@ -151,6 +186,7 @@ class StreamWire:
             raise ProtocolError(f"the node named memory that is not there: {error}") from error
         finally:
             operation.close()
+            self._forsake(run)
             if self.terms.leases or self.terms.reservations:
                 self._give_back()
 
@@ -183,42 +219,42 @@ class StreamWire:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    async def _do(self, step: Step, end: float) -> Any:
+    async def _do(self, step: Step, end: float, run: _Run) -> Any:
         if isinstance(step, Call):
-            return await self._call(step, end)
-        if isinstance(step, Pipeline):
-            return await self._pipeline(step.calls, end)
+            return await self._finish(self._begin(step, end, run), end, run)
+        if isinstance(step, Begin):
+            return self._begin(step.call, end, run)
+        if isinstance(step, Finish):
+            return await self._finish(step.handle, end, run)
         if isinstance(step, Move):
             return await self._move(step)
         if isinstance(step, Release):
             return self.release(step.leases)
-        return await self._map(step.numbers, end)
+        return await self._map(step.numbers, end, run)
 
-    async def _call(self, call: Call, end: float) -> Any:
-        return (await self._pipeline([call], end))[0]
-
-    async def _pipeline(self, calls: Sequence[Call], end: float) -> list[Any]:
-        begun: list[Pending[Any]] = []
-        unsent: set[Pending[Any]] = set()
-        timer = self._loop.call_later(end - time.monotonic(), self._expire, begun)
+    async def _greet(self, hello: Hello, end: float) -> Welcome:
+        run = _Run()
         try:
-            for call in calls:
-                begun.append(self._begin(call, end, unsent))
-            for pending in begun:
-                if not pending.done:
-                    await self._future_of(pending)
-        except asyncio.CancelledError:
-            self._forsake(begun)
-            raise
+            welcome: Welcome = await self._finish(self._begin(Call(hello), end, run), end, run)
+            return welcome
         finally:
-            timer.cancel()
-            self._expire(begun)
-            if unsent:
-                # The stream would go on to send memory that is the caller's again.
-                self.close(Unavailable("the node did not take a request in time"))
-        return [outcome(pending) for pending in begun]
+            for pending in run.begun:
+                self._expire(pending)
 
-    async def _map(self, numbers: list[int], end: float) -> None:
+    async def _finish(self, pending: Pending[Any], end: float, run: _Run) -> Any:
+        """Wait for the answer to a call; a cancelled wait leaves it to be forsaken."""
+        if not pending.done:
+            future = self._loop.create_future()
+            pending.context = future
+            timer = self._loop.call_later(end - time.monotonic(), self._expire, pending)
+            try:
+                await future
+            finally:
+                timer.cancel()
+        run.begun.remove(pending)
+        return outcome(pending)
+
+    async def _map(self, numbers: list[int], end: float, run: _Run) -> None:
         transport = self.terms.transport
         if not isinstance(transport, ShmClientTransport):
             raise ProtocolError(f"segments named over {transport.name}")
@@ -227,23 +263,13 @@ class StreamWire:
             self._stream.on_fds = self._caller.feed_fds
             try:
                 for start in range(0, len(wanted), MAX_SEGMENTS):
-                    call = Call(Segments(wanted[start : start + MAX_SEGMENTS]))
-                    await self._adopt(transport, call, end)
+                    request = Segments(wanted[start : start + MAX_SEGMENTS])
+                    pending = self._begin(Call(request), end, run)
+                    await self._finish(pending, end, run)
+                    adopt(transport, pending)
             finally:
                 if not self._caller.expects_fds:
                     self._stream.on_fds = None
-
-    async def _adopt(self, transport: ShmClientTransport, call: Call, end: float) -> None:
-        unsent: set[Pending[Any]] = set()
-        pending = self._begin(call, end, unsent)
-        timer = self._loop.call_later(end - time.monotonic(), self._expire, [pending])
-        try:
-            if not pending.done:
-                await self._future_of(pending)
-        finally:
-            timer.cancel()
-            self._expire([pending])
-        adopt(transport, pending)
 
     async def _move(self, step: Move) -> None:
         if step.length <= _INLINE_BYTES:
@@ -271,49 +297,49 @@ class StreamWire:
             self.release(leases)
         try:
             for number in reservations:
-                self._begin(Call(Abort(number)), time.monotonic() + _ABORT_SECONDS, set())
+                self._begin(Call(Abort(number)), time.monotonic() + _ABORT_SECONDS, _Run())
         except KVStoreError as error:
             logger.debug("the session ended before all was given back: %s", error)
 
-    def _forsake(self, begun: Sequence[Pending[Any]]) -> None:
-        """Remember what answers brought that nobody will read."""
-        for pending in begun:
-            if not pending.done or pending.error is not None:
-                continue
-            answer = pending.result()
-            if isinstance(answer, GetAnswer) and answer.lease:
-                self.terms.leases.append(answer.lease)
-            elif isinstance(answer, ReserveAnswer) and answer.reservation:
-                self.terms.reservations.append(answer.reservation)
+    def _forsake(self, run: _Run) -> None:
+        """Give up what an operation began and did not finish."""
+        for pending in run.begun:
+            if pending.done and pending.error is None:
+                forsake(self.terms, pending.result())
+                for fd in pending.fds:
+                    os.close(fd)
+            self._expire(pending)
+        if run.unsent:
+            # The stream would go on to send memory that is the caller's again.
+            self.close(Unavailable("the node did not take a request in time"))
 
     # --- calls in flight -----------------------------------------------------------------------
 
-    def _begin(self, call: Call, end: float, unsent: set[Pending[Any]]) -> Pending[Any]:
+    def _begin(self, call: Call, end: float, run: _Run) -> Pending[Any]:
         self._done(())
         if self.closed:
             raise Unavailable("the connection is closed")
         payload = call.payload
         length = sum(map(len, payload)) if payload else 0
         pending, frame = self._caller.begin(call.request, end, time.monotonic(), call.sink, length)
-        for late in self._caller.take_outbox():
-            self._stream.send([late])
-        if not payload:
+        run.begun.append(pending)
+        self._send_late()
+        if payload:
+            run.unsent.add(pending)
+            self._stream.send([frame, *payload], _forget(run.unsent, pending))
+        else:
             self._stream.send([frame])
-            return pending
-        unsent.add(pending)
-        self._stream.send([frame, *payload], _forget(unsent, pending))
         return pending
 
-    async def _future_of(self, pending: Pending[Any]) -> None:
-        future = self._loop.create_future()
-        pending.context = future
-        await future
+    def _send_late(self) -> None:
+        """Give back what answers to calls given up have brought."""
+        for frame in self._caller.take_outbox():
+            self._stream.send([frame])
 
-    def _expire(self, begun: Sequence[Pending[Any]]) -> None:
-        """Give up those of the calls that have no answer."""
-        for pending in begun:
-            if not pending.done:
-                self._done([pending, *self._caller.abandon(pending)])
+    def _expire(self, pending: Pending[Any]) -> None:
+        """Give a call up if it has no answer."""
+        if not pending.done:
+            self._done([pending, *self._caller.abandon(pending)])
 
     def _done(self, calls: Sequence[Pending[Any]]) -> None:
         for pending in calls:

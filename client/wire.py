@@ -12,14 +12,16 @@ from typing import Any, Final, TypeVar
 
 from client.endpoint import Settings, choose, open_socket
 from client.operations import (
+    Begin,
     Call,
+    Finish,
     MapSegments,
     Move,
     Operation,
-    Pipeline,
     Release,
     Step,
     Terms,
+    forsake,
     make_terms,
 )
 from client.tally import SessionFacts
@@ -66,6 +68,7 @@ class Wire:
         self._caller = Caller(counters)
         self._receive_timeout = self._send_timeout = 0.0
         self._expects_fds = False
+        self._begun: list[Pending[Any]] = []
         self._transport: ClientTransport | None = None
         self.closed = False
 
@@ -149,6 +152,8 @@ class Wire:
             raise
         finally:
             operation.close()
+            if self._begun:
+                self._forsake()
             if self.terms.leases or self.terms.reservations:
                 self._give_back(end)
 
@@ -199,8 +204,12 @@ class Wire:
             return None
         if isinstance(step, Release):
             return self.release(step.leases, end)
-        if isinstance(step, Pipeline):
-            return self._pipeline(step.calls, end)
+        if isinstance(step, Begin):
+            pending = self._begin(step.call, end)
+            self._begun.append(pending)
+            return pending
+        if isinstance(step, Finish):
+            return self._finish(step.handle, end)
         if isinstance(step, MapSegments):
             return self._map(step.numbers, end)
         return self._call(step, end)
@@ -226,18 +235,19 @@ class Wire:
             self._receive(pending, end)
         return outcome(pending)
 
-    def _pipeline(self, calls: Sequence[Call], end: float) -> list[Any]:
-        begun: list[Pending[Any]] = []
-        try:
-            for call in calls:
-                begun.append(self._begin(call, end))
-            for pending in begun:
-                while not pending.done:
-                    self._receive(pending, end)
-        finally:
-            for pending in begun:
-                self._caller.abandon(pending)
-        return [outcome(pending) for pending in begun]
+    def _finish(self, pending: Pending[Any], end: float) -> Any:
+        while not pending.done:
+            self._receive(pending, end)
+        self._begun.remove(pending)
+        return outcome(pending)
+
+    def _forsake(self) -> None:
+        """Give up what the operation began and did not finish."""
+        begun, self._begun = self._begun, []
+        for pending in begun:
+            if pending.done and pending.error is None:
+                forsake(self.terms, pending.result())
+            self._caller.abandon(pending)
 
     def _map(self, numbers: list[int], end: float) -> None:
         transport = self.terms.transport

@@ -157,6 +157,7 @@ def test_larger_buffers_are_filled_from_the_front(client: Any) -> None:
 
 def test_batches_are_split(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "BATCH_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(operations, "RESERVE_BYTES", 7 * BLOCK)
     monkeypatch.setattr(operations, "WRITE_BYTES", 2 * BLOCK)
     names, data = hashes(37), content(37)
     assert client.put(names[:3], data[:3]).stored == 3

@@ -54,7 +54,7 @@ from kvstore.protocol.messages import (
     parse_request_id,
 )
 from kvstore.session import Reply, Session
-from rdma.errors import TransportError
+from rdma.errors import BadPlace, TransportError
 from rdma.stream import SocketStream
 from tiers.errors import TierError
 
@@ -265,13 +265,16 @@ class Connection:
         self._metrics.errors[known.code] += 1
         if request_id:
             self._stream.send([encode(error_header(request_id, known))])
+        if self.session is not None and self.session.transport.broken is not None:
+            # Nothing can be moved in this session any more: the client has to open another.
+            self._stream.finish()
 
     def _as_known(self, error: BaseException) -> KVStoreError:
         if isinstance(error, KVStoreError):
             return error
-        if isinstance(error, TransportError):
+        if isinstance(error, BadPlace):
             return InvalidRequest(str(error))
-        if isinstance(error, TierError):
+        if isinstance(error, TransportError | TierError):
             return Unavailable(str(error))
         self._metrics.internal_errors += 1
         _log.error("request failed", connection=repr(self), exc_info=error)

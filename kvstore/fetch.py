@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import structlog
 from crc32c import crc32c
@@ -16,6 +17,11 @@ from kvstore.movement import Movement
 from kvstore.node import Node
 
 _log = structlog.get_logger(__name__)
+
+
+_Outcome: TypeAlias = tuple[Entry, int] | MissReason
+"""A block, pinned, with the code of the tier that it was found in; or why it is a miss."""
+_Task: TypeAlias = asyncio.Task[_Outcome]
 
 
 @dataclass(slots=True)
@@ -67,22 +73,13 @@ class Fetch:
             wait: whether to wait for blocks that are being written.
             deadline: seconds on the event loop's clock; what has not come by then is a miss.
         """
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._fetch_one(block, wait)) for block in hashes]
-        try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=max(deadline - loop.time(), 0.0))
-        finally:
-            for task in tasks:
-                task.cancel()
-            if (current := asyncio.current_task()) is not None and current.cancelling():
-                self._unpin_done(tasks)
+        outcomes: list[_Outcome | _Task] = [self._at_once(block, wait) for block in hashes]
+        tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Task)]
+        if tasks:
+            await self._wait_for(tasks, outcomes, deadline)
         found = Found([], b"", [])
         tiers = bytearray()
-        for task in tasks:
-            outcome: tuple[Entry, int] | MissReason = "deadline"
-            if task.done() and not task.cancelled():
-                outcome = task.result()
+        for outcome in map(_outcome_of, outcomes):
             if isinstance(outcome, str):
                 found.entries.append(None)
                 tiers.append(0)
@@ -93,14 +90,35 @@ class Fetch:
         found.tiers = bytes(tiers)
         return found
 
-    def _unpin_done(self, tasks: Sequence[asyncio.Task[tuple[Entry, int] | MissReason]]) -> None:
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                outcome = task.result()
+    def _at_once(self, block: bytes, wait: bool) -> _Outcome | _Task:
+        """What can be said of a block now, or the task that finds out."""
+        entry = self._shard.committed.get(block)
+        if entry is None:
+            pending = block in self._shard.reserved
+            if not (pending and wait):
+                return "pending" if pending else "absent"
+        elif entry.dram is not None and not self._verify:
+            self._node.pin((entry,))
+            return entry, entry.tier_code
+        return asyncio.get_running_loop().create_task(self._fetch_one(block, wait))
+
+    async def _wait_for(
+        self, tasks: Sequence[_Task], outcomes: Sequence[_Outcome | _Task], deadline: float
+    ) -> None:
+        """Wait for tasks until the deadline and cancel the others."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait(tasks, timeout=max(deadline - loop.time(), 0.0))
+        except asyncio.CancelledError:
+            for outcome in map(_outcome_of, outcomes):
                 if not isinstance(outcome, str):
                     self._node.unpin((outcome[0],))
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    async def _fetch_one(self, block: bytes, wait: bool) -> tuple[Entry, int] | MissReason:
+    async def _fetch_one(self, block: bytes, wait: bool) -> _Outcome:
         shard = self._shard
         pending = shard.reserved.get(block)
         if pending is not None and wait:
@@ -148,3 +166,10 @@ class Fetch:
         if self._node.holds(entry):
             self._node.drop(entry, "dram", DepartureReason.CORRUPT)
         return False
+
+
+def _outcome_of(outcome: _Outcome | _Task) -> _Outcome:
+    """What came of a block; a task that is not done was too slow."""
+    if not isinstance(outcome, asyncio.Task):
+        return outcome
+    return outcome.result() if outcome.done() and not outcome.cancelled() else "deadline"

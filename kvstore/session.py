@@ -54,7 +54,7 @@ from kvstore.protocol.messages import (
 from kvstore.reservation import Reservation
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
-from rdma.transport import NodeTransport
+from rdma.transport import Delivery, NodeTransport
 from tiers.errors import BadExtent
 from tiers.segment import Segment
 
@@ -172,6 +172,7 @@ class Session:
 
     def close(self) -> None:
         """Give up all leases and reservations. The client can't touch their memory any more."""
+        self.transport.close()
         for entries in self._leases.values():
             self._node.unpin(entries)
         self._leases.clear()
@@ -219,7 +220,7 @@ class Session:
         began = time.perf_counter()
         length = self._length(request)
         entries = self._node.index.lookup(self._shard, request.hashes)
-        if self._verify:
+        if self._verify or self.transport.waits:
             return self._get_later(request, length, deadline, began)
         try:
             places = list(map(_EXTENT_OF, entries))
@@ -271,7 +272,9 @@ class Session:
         found = [entry for entry in got.entries if entry is not None]
         places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
         tiers = bytearray(got.tiers)
-        return self._hand_out(request, length, found, places, tiers, deadline, began)
+        return await finished(
+            self._hand_out(request, length, found, places, tiers, deadline, began)
+        )
 
     def _hand_out(
         self,
@@ -282,18 +285,48 @@ class Session:
         tiers: bytearray,
         deadline: float,
         began: float,
-    ) -> Reply:
+    ) -> Handled:
         """Answer a get. ``found`` is what it returns: pinned, and in DRAM at ``places``."""
         if self._held + len(found) > self._most_blocks:
             self._cut(found, tiers)
             del places[len(found) :]
         if offset := request.offset:
             places = [place + offset for place in places]
+        pushed = self._push(request, length, places, tiers, deadline)
+        if self.transport.waits:
+            return self._hand_out_later(pushed, length, found, tiers, began)
         try:
-            delivery = at_once(self.transport.push(places, length, request.destinations, deadline))
+            delivery = at_once(pushed)
         except TransportError:
             self._node.unpin(found)
             raise
+        return self._answer_get(delivery, length, found, tiers, began)
+
+    async def _push(
+        self, request: Get, length: int, places: list[int], tiers: bytearray, deadline: float
+    ) -> Delivery:
+        destinations = self.transport.select(request.destinations, length, tiers)
+        return await self.transport.push(places, length, destinations, deadline)
+
+    async def _hand_out_later(
+        self,
+        pushed: Coroutine[Any, Any, Delivery],
+        length: int,
+        found: list[Entry],
+        tiers: bytearray,
+        began: float,
+    ) -> Reply:
+        delivery = None
+        try:
+            delivery = await pushed
+        finally:
+            if delivery is None:
+                self._node.unpin(found)
+        return self._answer_get(delivery, length, found, tiers, began)
+
+    def _answer_get(
+        self, delivery: Delivery, length: int, found: list[Entry], tiers: bytearray, began: float
+    ) -> Reply:
         metrics = self._node.metrics
         for code, tier in _TIERS:
             if count := tiers.count(code):
@@ -385,7 +418,32 @@ class Session:
         reservation = self._reservation(request.reservation)
         blocks = reservation.select(request.indexes)
         places = self._places(request, blocks)
-        at_once(self.transport.pull(places, request.length, request.sources, deadline))
+        if request.length:
+            if self.transport.waits:
+                return self._write_later(request, reservation, blocks, places, deadline)
+            at_once(self.transport.pull(places, request.length, request.sources, deadline))
+        return self._landed(request, reservation, blocks)
+
+    async def _write_later(
+        self,
+        request: Write,
+        reservation: Reservation,
+        blocks: Sequence[Entry],
+        places: Sequence[int],
+        deadline: float,
+    ) -> Reply:
+        # The transport writes to the blocks until it returns, even if they are given up meanwhile.
+        self._node.pin(blocks)
+        reservation.checking.update(request.indexes)
+        try:
+            await self.transport.pull(places, request.length, request.sources, deadline)
+        finally:
+            reservation.checking.difference_update(request.indexes)
+            self._node.unpin(blocks)
+        return await finished(self._landed(request, reservation, blocks))
+
+    def _landed(self, request: Write, reservation: Reservation, blocks: Sequence[Entry]) -> Handled:
+        """Go on with a write whose bytes are all there."""
         self._node.metrics.moved(self.transport.name, "in", len(blocks) * request.length)
         if not request.commit:
             return Reply(WriteAnswer(bytes(len(blocks))))
@@ -460,6 +518,11 @@ class Session:
 
 
 T = TypeVar("T")
+
+
+async def finished(handled: Handled) -> Reply:
+    """The reply of what was handled, at once or later."""
+    return handled if isinstance(handled, Reply) else await handled
 
 
 def at_once(step: Coroutine[Any, Any, T]) -> T:

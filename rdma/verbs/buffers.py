@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-from rdma.region import Region, RegionCache, address_of
-from rdma.verbs.adapter import Adapter
-from rdma.verbs.memory import Registration, VerbsRegistrar
+from rdma.region import Region, RegionCache, Registrar, address_of
+from rdma.verbs.memory import Registration
 
 __all__ = ["ClientMemory"]
 
@@ -24,11 +23,11 @@ class ClientMemory:
     more. Other buffers are registered for the time of their call.
 
     Args:
-        adapter: the device.
+        registrar: registers with the device; a ``VerbsRegistrar`` that is shared.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._cache = RegionCache(VerbsRegistrar(adapter, shared=True))
+    def __init__(self, registrar: Registrar) -> None:
+        self._cache = RegionCache(registrar)
         self._lock = threading.Lock()
         self._lasting: list[Region] = []
 

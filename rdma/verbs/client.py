@@ -14,6 +14,7 @@ from rdma.verbs.buffers import ClientMemory
 from rdma.verbs.choice import Wish
 from rdma.verbs.errors import DeviceError
 from rdma.verbs.handshake import describe, parse
+from rdma.verbs.memory import VerbsRegistrar
 from rdma.verbs.queue import QueuePair
 from rdma.verbs.settings import QueueSettings
 
@@ -33,7 +34,7 @@ class ClientDevice:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.memory = ClientMemory(adapter)
+        self.memory = ClientMemory(VerbsRegistrar(adapter, shared=True))
         try:
             # Nothing ever completes here, but a queue pair can't be without.
             self.completions: Any = adapter.binding.cq.CQ(adapter.context, 1, None, None, 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from rdma.errors import RegionError
-from rdma.region import Region, RegionCache
+from rdma.region import Region, RegionCache, Registrar
 from rdma.transport import split_place
 from rdma.verbs.adapter import Adapter
 
@@ -164,13 +164,13 @@ class Arena:
     while its pages are pinned.
 
     Args:
-        adapter: the device.
+        registrar: registers with the device; a :class:`VerbsRegistrar` that is not shared.
         segments: the node's memory.
     """
 
-    def __init__(self, adapter: Adapter, segments: SegmentSource) -> None:
+    def __init__(self, registrar: Registrar, segments: SegmentSource) -> None:
         self._segments = segments
-        self._cache = RegionCache(VerbsRegistrar(adapter, shared=False))
+        self._cache = RegionCache(registrar)
         self._known: dict[int, tuple[int, int, Region]] = {}
 
     def register(self, number: int) -> None:

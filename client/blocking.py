@@ -303,11 +303,16 @@ class Client:
         """Give leases back now, or leave that to whoever uses the lane."""
         if wire is None or wire.closed:
             return
-        lane.releases.append((wire, leases))
         try:
             self._idle.remove(lane)
         except ValueError:
-            return
+            lane.releases.append((wire, leases))
+            try:
+                self._idle.remove(lane)
+            except ValueError:
+                return
+        else:
+            wire.release(leases, time.monotonic() + self.deadline)
         self._check_in(lane)
 
     def _wait_for_lane(self, end: float) -> Lane:

@@ -28,7 +28,7 @@ import kvstore
 ENGINE = Path(__file__).with_name("engine.py")
 START_SECONDS = 30.0
 STOP_SECONDS = 30.0
-TABLE_WIDTH = 108
+TABLE_WIDTH = 120
 SETTINGS = {
     "DRAM__CAPACITY": "256MiB",
     "SSD__CAPACITY": "512MiB",
@@ -159,7 +159,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     shown.add_column("engine")
     shown.add_column("request")
     for heading in ("prompt tokens", "tokens reused", "TTFT cold", "TTFT with cache", "faster"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("same output")
     engine = ""
     for row in rows:

@@ -19,7 +19,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.identity import Namespace
 
 _log = structlog.get_logger(__name__)
-_MAX_FILE_BYTES = 16 << 20
+_MAX_FILE_BYTES = 64 << 20
+MAX_NAMESPACES = 4096
+"""Namespaces remembered; the ones seen first are forgotten first."""
 
 
 class Catalog:
@@ -64,6 +66,8 @@ class Catalog:
         if namespace.fingerprint in self._by_fingerprint:
             return
         self._by_fingerprint[namespace.fingerprint] = namespace
+        if len(self._by_fingerprint) > MAX_NAMESPACES:
+            del self._by_fingerprint[next(iter(self._by_fingerprint))]
         if self._path is not None:
             self._write(self._path)
 

@@ -32,6 +32,7 @@ from kvstore.inspection import Inspection
 from kvstore.metrics import Metrics
 from kvstore.movement import Movement
 from kvstore.node import Node
+from kvstore.recovery import recover
 from kvstore.server import Server
 from kvstore.state import StateDirectory
 from kvstore.units import Address
@@ -146,7 +147,7 @@ class Daemon:
             region_bytes=section.region,
         )
         began = time.monotonic()
-        held = self.movement.recover()
+        held = recover(self.node, ssd)
         _log.info("ssd recovered", blocks=held, seconds=round(time.monotonic() - began, 3))
         self.movement.open()
         stack.push_async_callback(self.movement.close)

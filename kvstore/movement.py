@@ -205,10 +205,14 @@ class Movement:
         await self.copy_down(dirty)
         freed = 0
         for entry in victims:
-            if entry.ssd is not None and entry.dram is not None and not entry.pins:
-                node.evict(entry, DepartureReason.CAPACITY)
+            if entry.gone or entry.dram is None or entry.pins:
+                continue
+            if entry.ssd is not None:
                 node.metrics.demotions["dram", "ssd"] += 1
-                freed += 1
+            elif self._size(entry) <= self._ssd.largest_block:
+                continue
+            freed += 1
+            node.evict(entry, DepartureReason.CAPACITY)
         return freed > 0
 
     def _coldest(self, number: int) -> list[Entry]:
@@ -262,6 +266,8 @@ class Movement:
     def _with_ancestors(self, entries: Iterable[Entry]) -> list[Entry]:
         chain: dict[Entry, None] = {}
         for entry in entries:
+            if self._size(entry) > self._ssd.largest_block:
+                continue
             path = []
             step: Entry | None = entry
             while step is not None and step.ssd is None and step not in chain:
@@ -395,57 +401,6 @@ class Movement:
             node.drop(entry, "ssd", DepartureReason.SSD_RECLAIM)
             return
         node.forget_ssd(entry, DepartureReason.SSD_RECLAIM)
-
-    # --- recovery ------------------------------------------------------------------------------
-
-    def recover(self) -> int:
-        """Take up what the SSD still holds from before the start.
-
-        A block whose prefix is incomplete is of no use and is freed. Of two copies of one block the
-        later is kept.
-
-        Returns:
-            How many blocks are held again.
-        """
-        latest: dict[tuple[bytes, int, bytes], tuple[Record, Extent]] = {}
-        for record, extent in self._ssd.recovered():
-            name = (record.namespace, record.shard, record.hash)
-            earlier = latest.pop(name, None)
-            if earlier is not None:
-                self._ssd.free(earlier[1])
-            latest[name] = (record, extent)
-        below: dict[tuple[bytes, int, bytes], list[tuple[Record, Extent]]] = {}
-        for record, extent in latest.values():
-            below.setdefault((record.namespace, record.shard, record.parent), []).append(
-                (record, extent)
-            )
-        roots = [key for key in below if key[2] == bytes(32)]
-        held = sum(self._restore(below, key) for key in roots)
-        for orphans in below.values():
-            for _, extent in orphans:
-                self._ssd.free(extent)
-        return held
-
-    def _restore(
-        self,
-        below: dict[tuple[bytes, int, bytes], list[tuple[Record, Extent]]],
-        root: tuple[bytes, int, bytes],
-    ) -> int:
-        node, now, held = self._node, self._node.clock(), 0
-        pending = [root]
-        while pending:
-            for record, extent in below.pop(pending.pop(), ()):
-                shard = node.index.shard(record.namespace, record.shard, record.size)
-                if shard.block_bytes != record.size:
-                    self._ssd.free(extent)
-                    continue
-                entry = node.index.reserve(shard, record.hash, record.parent, now)
-                node.index.place(entry, "ssd", extent)
-                node.index.commit([entry], now)
-                self._ssd.set_tag(extent, entry)
-                pending.append((record.namespace, record.shard, record.hash))
-                held += 1
-        return held
 
     async def _in_thread(
         self, executor: ThreadPoolExecutor | None, call: Callable[[*A], R], *arguments: *A

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvstore.catalog import Catalog
+from kvstore.catalog import MAX_NAMESPACES, Catalog
 from kvstore.identity import Namespace
 
 ONE = Namespace("model", "float32", "NHD", 16, 4096)
@@ -87,3 +87,16 @@ def test_catalog_in_memory() -> None:
     catalog = opened(None)
     catalog.add(ONE)
     assert list(catalog) == [ONE]
+
+
+def test_only_so_many_are_remembered() -> None:
+    catalog = Catalog(None)
+    many = [
+        Namespace(f"model {number}", "float32", "test", 16, 4096)
+        for number in range(MAX_NAMESPACES + 2)
+    ]
+    for namespace in many:
+        catalog.add(namespace)
+    assert len(catalog) == MAX_NAMESPACES
+    assert catalog.find(many[1].fingerprint) is None
+    assert catalog.find(many[2].fingerprint) == many[2]

@@ -18,6 +18,7 @@ from kvstore.index import Index
 from kvstore.metrics import Metrics
 from kvstore.movement import Movement
 from kvstore.node import Node
+from kvstore.recovery import recover
 from tests.tiers.faulty_device import FaultyDevice
 from tiers.budget import WriteBudget
 from tiers.dram import DramTier
@@ -104,7 +105,7 @@ async def hierarchy(
             queue_depth=4,
             region_bytes=REGION,
         )
-        movement.recover()
+        recover(node, ssd)
         movement.open()
         try:
             yield Hierarchy(node, movement, ssd)
@@ -183,6 +184,23 @@ async def test_puts_never_wait_for_a_slow_ssd(tmp_path: Path) -> None:
         assert both.node.metrics.evictions
         for entry in both.shard.committed.values():
             assert entry.parent is None or entry.parent.committed
+
+
+async def test_blocks_too_large_for_the_ssd_leave_by_the_policy(tmp_path: Path) -> None:
+    """They can't be demoted, and must not keep the others from it."""
+    large = Namespace("m", "float32", "test", 16, REGION)
+    async with hierarchy(tmp_path) as both:
+        shard = both.node.shards_of(large)[0]
+        _, reservation = both.node.reserve(
+            shard, "default", ROOT_PARENT, [name(7)], number=1, most=1
+        )
+        assert reservation is not None
+        both.node.commit(reservation, [0])
+        for branch in range(16):
+            both.put([name(0, branch)])
+        await until(lambda: both.node.dram.used <= DRAM // 2)
+        assert not shard.committed
+        assert both.ssd.largest_block < REGION
 
 
 async def test_reclaim_makes_room_and_keeps_prefixes_whole(tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ class Space:
         """Whether a block of ``size`` bytes fits in a region at all."""
         return 1 + record_pages(size) + summary_pages(1) <= self.region_pages
 
+    @property
+    def largest_block(self) -> int:
+        """Bytes of the largest block that fits in a region."""
+        return (self.region_pages - 1 - record_pages(0) - summary_pages(1)) * PAGE
+
     def has_room(self, size: int) -> bool:
         """Whether the open region takes another block of ``size`` bytes."""
         region = self._open

@@ -330,6 +330,11 @@ class SsdTier(Tier):
         return self._capacity
 
     @property
+    def largest_block(self) -> int:
+        """Bytes of the largest block that fits in a region."""
+        return self._space.largest_block
+
+    @property
     def used(self) -> int:
         """Payload bytes of the blocks held."""
         return self._space.live_bytes

@@ -1,0 +1,1 @@
+"""What can be tried out: run from a checkout."""

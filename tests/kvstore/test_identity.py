@@ -126,7 +126,8 @@ def test_equal_in_every_process(seed: str) -> None:
 @pytest.mark.parametrize("field", sorted(NAMESPACE.describe()))
 def test_one_differing_field_is_another_namespace(field: str) -> None:
     value = getattr(NAMESPACE, field)
-    other = replace(NAMESPACE, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    changed: Any = value + 1 if isinstance(value, int) else value + "x"
+    other = replace(NAMESPACE, **{field: changed})
     assert other.fingerprint != NAMESPACE.fingerprint
     assert NAMESPACE.difference(other) == [field]
 
@@ -262,9 +263,10 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 def test_not_a_map() -> None:
-    for other in ([], b"", None, 3):
+    others: list[Any] = [[], b"", None, 3]
+    for other in others:
         with pytest.raises(InvalidRequest):
-            Namespace.parse(other)  # type: ignore[arg-type]
+            Namespace.parse(other)
 
 
 def test_shards() -> None:

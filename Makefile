@@ -2,6 +2,7 @@
 #
 #   make demo        a real engine reuses KV across requests, processes and a daemon restart
 #   make test        the whole test suite
+#   make test-rdma   the tests that need RoCEv2, in virtual machines that have it
 #   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
 #   make format proto                          rewrite files in place
@@ -13,10 +14,10 @@ export VENV
 PYTHON_ := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint format types contracts proto proto-check wheel-check bench clean
+.PHONY: help setup demo test test-rdma lint format types contracts proto proto-check wheel-check bench clean
 
 help:
-	@sed -n '3,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,9s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
@@ -29,6 +30,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PYTHON_) -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-rdma: $(READY)
+	$(PYTHON_) -m tests.rdma.guest.suite $(TESTS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

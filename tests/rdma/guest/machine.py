@@ -33,6 +33,8 @@ class Description:
     memory: str = "3G"
     network: Sequence[str] = ()
     """QEMU's arguments for a network device."""
+    reboots: bool = False
+    """Boots again after a reset, where others end."""
     setup: Sequence[Sequence[str]] = ()
     """Commands that make the RoCE device, before anything else."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -131,7 +133,8 @@ class Machine:
             "qemu-system-x86_64",
             *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,la57=off"),
             *("-smp", str(description.processors), "-m", description.memory),
-            *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+            *("-nodefaults", "-no-user-config", "-display", "none"),
+            *(() if description.reboots else ("-no-reboot",)),
             *("-kernel", str(description.kernel), "-initrd", str(description.initramfs)),
             "-append",
             "console=ttyS0 quiet mitigations=off panic=-1 tsc=reliable no_timer_check "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.rdma.guest.boot import Wish, run
+from tests.rdma.guest.boot import Wish, end_cleanly_on_sigterm, run
 from tests.rdma.guest.errors import GuestError
 
 TIMED_OUT = 124
@@ -42,4 +42,5 @@ def _parse(arguments: Sequence[str]) -> Wish:
 
 
 if __name__ == "__main__":
+    end_cleanly_on_sigterm()
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -39,6 +40,11 @@ class Wish:
     memory: str = "3G"
     results: Path | None = None
     """Where the files go that the command leaves in $RDMA_GUEST_RESULTS."""
+
+
+def end_cleanly_on_sigterm() -> None:
+    """Has SIGTERM end this process the way that Ctrl-C does: machines and files are cleared up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def run(wish: Wish) -> int:

@@ -82,6 +82,8 @@ def _version_order(image: Path) -> list[int]:
 
 def _module_files(version: str) -> tuple[Path, ...] | None:
     """The files of `MODULES` with all they depend on; None if the kernel lacks one."""
+    if not Path("/lib/modules", version).is_dir():
+        return None
     done = subprocess.run(
         ["/sbin/modprobe", "--set-version", version, "--show-depends", "--all", *MODULES],
         capture_output=True,

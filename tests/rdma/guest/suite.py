@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.rdma.guest.boot import REPOSITORY, Wish, run
+from tests.rdma.guest.boot import REPOSITORY, Wish, end_cleanly_on_sigterm, run
 from tests.rdma.guest.errors import GuestError
 from tests.rdma.guest.machine import SHARE
 
@@ -118,4 +118,5 @@ def _compile() -> None:
 
 
 if __name__ == "__main__":
+    end_cleanly_on_sigterm()
     sys.exit(main(sys.argv[1:]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from rdma.verbs.binding import Binding, load, nothing_there, with_event_fd
+from rdma.verbs.binding import Binding, load, with_event_fd
 from rdma.verbs.choice import Choice, Wish, choose
 from rdma.verbs.devices import list_devices
 from rdma.verbs.errors import DeviceError
@@ -89,17 +90,22 @@ class Adapter:
         Args:
             on_event: is called with each ``enum ibv_event_type``.
         """
-        while True:
+        while self._has_event():
             try:
                 event = self.context.get_async_event()
-            except self.binding.Error as error:
-                if not nothing_there(error):
-                    on_event(DEVICE_FAILED)
+            except self.binding.Error:
+                on_event(DEVICE_FAILED)
                 return
             kind = int(event.event_type)
             # Before anybody reacts: a queue pair can't be destroyed while an event of its is out.
             event.ack()
             on_event(kind)
+
+    def _has_event(self) -> bool:
+        """Whether there is one; pyverbs' error does not tell that there is none."""
+        waiting = select.poll()
+        waiting.register(self.event_fd, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def close(self) -> None:
         """Give the device back; may be called again."""

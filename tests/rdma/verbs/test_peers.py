@@ -1,0 +1,126 @@
+"""Peers that die, stop, or never were what they said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from rdma.errors import TransportError
+from rdma.verbs.errors import PeerLost
+from rdma.verbs.node import VerbsNodeTransport
+from rdma.verbs.settings import QueueSettings
+from tests.rdma.verbs.ends import LITTLE_AT_ONCE, Node, Stopwatch, soon
+from tests.rdma.verbs.peer import PATTERN, pack, unpack
+
+SIZE = 12 << 20
+BLOCK = 1 << 20
+LOST_SECONDS = 1.5
+
+
+@pytest.fixture
+def settings() -> QueueSettings:
+    return LITTLE_AT_ONCE
+
+
+class Peer:
+    """The process of ``peer.py``, and the node's end of its session."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rdma.verbs.peer", str(SIZE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def join(self, node: Node) -> VerbsNodeTransport:
+        offer, self.named = json.loads(self.ask())
+        transport = VerbsNodeTransport(node.driver, node.arena, unpack(offer))
+        assert self.ask(json.dumps(pack(transport.welcome()))) == "ready"
+        return transport
+
+    def ask(self, line: str = "") -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if line:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def blocks(self) -> Sequence[int]:
+        """Name its memory as blocks."""
+        address, key, _ = self.named
+        return [n for i in range(SIZE // BLOCK) for n in (address + i * BLOCK, key, BLOCK)]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+async def test_a_peer_that_is_killed_counts_as_lost(node: Node, peer: Peer) -> None:
+    session, other = peer.join(node), node.session()
+    places, _ = node.blocks(SIZE // BLOCK, BLOCK)
+    calls = [
+        asyncio.create_task(session.pull(places, BLOCK, peer.blocks(), soon(20))) for _ in range(3)
+    ]
+    await asyncio.sleep(0.05)
+    peer.process.kill()
+    with Stopwatch() as watch:
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert watch.seconds < LOST_SECONDS + 1
+    assert all(isinstance(one, TransportError) and one.retry for one in ended)
+    assert isinstance(session.broken, PeerLost)
+    small, buffers = node.blocks(2, 4096)
+    await other.get(small, buffers)
+    assert node.same(small, buffers)
+    session.close()
+
+
+async def test_a_peer_that_is_stopped_is_served_by_its_device(node: Node, peer: Peer) -> None:
+    session = peer.join(node)
+    places, _ = node.blocks(SIZE // BLOCK, BLOCK)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    await session.pull(places, BLOCK, peer.blocks(), soon(20))
+    assert node.memory.view(places[0], 256) == PATTERN
+    node.memory.view(places[0], 16)[:] = b"written past it!"
+    await session.push(places, BLOCK, peer.blocks(), soon(20))
+    os.kill(peer.process.pid, signal.SIGCONT)
+    assert bytes.fromhex(peer.ask("bytes")) == b"written past it!"
+    session.close()
+
+
+LOCKED = """
+import mmap, os, resource, sys
+from rdma.errors import RegionError
+from rdma.verbs.client import VerbsClientTransport
+memory = memoryview(mmap.mmap(-1, 1 << 20))
+client = VerbsClientTransport()
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+os.setresuid(65534, 65534, 65534)
+try:
+    client.destinations([memory])
+except RegionError as error:
+    print(error)
+"""
+
+
+async def test_memory_that_may_not_be_locked_is_a_typed_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert "ulimit -l" in done.stdout, done.stderr
+    assert "65536" in done.stdout

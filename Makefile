@@ -62,4 +62,4 @@ bench: $(READY)
 	$(PYTHON_) -m benchmarks $(BENCH)
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .guest

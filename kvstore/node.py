@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -148,25 +148,8 @@ class Node:
             return bytes([BUSY]) * len(hashes), None
         self._fit_policy()
         now = self.clock()
-        verdicts = bytearray()
         blocks: dict[int, Entry] = {}
-        for position, block in enumerate(hashes):
-            if block in shard.committed:
-                verdicts.append(HELD)
-            elif block in shard.reserved:
-                # Whoever writes this block most likely writes what follows as well.
-                verdicts.extend([BUSY] * (len(hashes) - position))
-                break
-            else:
-                entry = None
-                if len(blocks) < most:
-                    entry = self._reserve_one(shard, owner, parent, block, now, first=not position)
-                if entry is None:
-                    verdicts.extend([REFUSED] * (len(hashes) - position))
-                    break
-                verdicts.append(FILL)
-                blocks[position] = entry
-            parent = block
+        verdicts = self._reserve_chain(shard, owner, parent, hashes, most, now, blocks)
         for outcome, verdict in (("held", HELD), ("busy", BUSY), ("refused", REFUSED)):
             self.metrics.puts[outcome] += verdicts.count(verdict)  # type: ignore[index]
         if not blocks:
@@ -174,6 +157,39 @@ class Node:
         self.metrics.reservations += len(blocks)
         self.on_growth()
         return bytes(verdicts), Reservation(number, blocks, now + RESERVATION_SECONDS)
+
+    def _reserve_chain(
+        self,
+        shard: ShardIndex,
+        owner: str,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        most: int,
+        now: float,
+        blocks: dict[int, Entry],
+    ) -> bytearray:
+        """Fill ``blocks`` with what was reserved, by position; return a verdict for each hash."""
+        verdicts = bytearray()
+        victims = self.index.victims()
+        for position, block in enumerate(hashes):
+            if block in shard.committed:
+                verdicts.append(HELD)
+            elif block in shard.reserved:
+                # Whoever writes this block most likely writes what follows as well.
+                break
+            elif len(blocks) == most or not (
+                entry := self._reserve_one(shard, owner, parent, block, now, victims, not position)
+            ):
+                verdicts.append(REFUSED)
+                break
+            else:
+                verdicts.append(FILL)
+                blocks[position] = entry
+            parent = block
+        left = len(hashes) - len(verdicts)
+        rest = REFUSED if verdicts and verdicts[-1] == REFUSED else BUSY
+        verdicts.extend([rest] * left)
+        return verdicts
 
     def _fit_policy(self) -> None:
         """Tell the policy how many blocks a full DRAM holds, going by the sizes of those held."""
@@ -185,15 +201,22 @@ class Node:
             policy.resize(fitting)
 
     def _reserve_one(
-        self, shard: ShardIndex, owner: str, parent: bytes, block: bytes, now: float, *, first: bool
+        self,
+        shard: ShardIndex,
+        owner: str,
+        parent: bytes,
+        block: bytes,
+        now: float,
+        victims: Iterator[Entry],
+        is_first: bool,
     ) -> Entry | None:
         try:
             entry = self.index.reserve(shard, block, parent, now)
         except ParentAbsent:
-            if first:
+            if is_first:
                 raise
             return None  # making room for the blocks before cost the parent
-        extent = self.allocate(owner, shard.block_bytes, entry)
+        extent = self.allocate(owner, shard.block_bytes, entry, victims)
         if extent is None or entry.gone:
             if extent is not None:
                 self.dram.free(extent)
@@ -265,12 +288,23 @@ class Node:
 
     # --- making room and letting go --------------------------------------------------------------
 
-    def allocate(self, owner: str, size: int, tag: Entry) -> Extent | None:
-        """An extent of DRAM, evicting for it what the policy says; None if nothing can go."""
+    def allocate(
+        self, owner: str, size: int, tag: Entry, victims: Iterator[Entry] | None = None
+    ) -> Extent | None:
+        """An extent of DRAM, evicting for it what the policy says; None if nothing can go.
+
+        Args:
+            owner: the tenant.
+            size: bytes of the block.
+            tag: the block.
+            victims: the scan for victims to go on with, where several blocks need room at once.
+        """
         extent = self.dram.reserve(owner, size, tag)
         if extent is not None:
             return extent
-        for victim in islice(self.index.victims(), _MOST_EVICTIONS_A_BLOCK):
+        if victims is None:
+            victims = self.index.victims()
+        for victim in islice(victims, _MOST_EVICTIONS_A_BLOCK):
             self.evict(victim, self._pressure_on(victim))
             extent = self.dram.reserve(owner, size, tag)
             if extent is not None:

@@ -76,6 +76,7 @@ class SegmentMap:
 
     def __init__(self) -> None:
         self._mappings: dict[int, _Mapping] = {}
+        self._readonly: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._work: deque[tuple[_Mapping, int]] = deque()
         self._thread: threading.Thread | None = None
@@ -107,6 +108,7 @@ class SegmentMap:
                 if number in self._mappings:
                     return
                 mapping = self._mappings[number] = _Mapping(fd, size)
+                self._readonly[number] = mapping.readonly
                 if populate:
                     self._work.append((mapping, os.dup(fd)))
                     self._start()
@@ -119,12 +121,12 @@ class SegmentMap:
         Raises:
             BadPlace: a place lies outside the segments mapped.
         """
-        mappings = self._mappings
-        views = []
+        whole = self._readonly
         try:
-            for place in places:
-                start = place & OFFSET_MASK
-                views.append(mappings[place >> SEGMENT_SHIFT].readonly[start : start + length])
+            views = [
+                whole[place >> SEGMENT_SHIFT][(start := place & OFFSET_MASK) : start + length]
+                for place in places
+            ]
         except KeyError as error:
             raise BadPlace(f"segment {error} is not mapped") from None
         if list(map(len, views)).count(length) != len(views):
@@ -157,6 +159,7 @@ class SegmentMap:
         with self._lock:
             mappings = list(self._mappings.values())
             self._mappings.clear()
+            self._readonly.clear()
             while self._work:
                 os.close(self._work.popleft()[1])
         return sum(not mapping.close() for mapping in mappings)

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from rdma.copy import copy
+from rdma.copy import Copier
 from rdma.errors import BadPlace, SegmentError
 from rdma.segments import SegmentMap
 from rdma.transport import (
@@ -123,6 +123,7 @@ class ShmClientTransport(ClientTransport):
 
     def __init__(self) -> None:
         self.segments = SegmentMap()
+        self._copier = Copier()
 
     def missing(self, locations: Sequence[int] | None) -> list[int]:
         """Return the segments among ``locations`` that are not mapped yet."""
@@ -139,21 +140,30 @@ class ShmClientTransport(ClientTransport):
 
     def place(self, locations: Sequence[int] | None, buffers: Sequence[memoryview]) -> None:
         """Copy the blocks at ``locations`` to ``buffers``."""
-        segments = self.segments
-        for place, buffer in zip(_given(locations), buffers, strict=True):
-            copy(buffer, segments.writable(place, len(buffer)))
+        writable = self.segments.writable
+        self._copier.copy_all(
+            [
+                (buffer, writable(place, len(buffer)))
+                for place, buffer in zip(_given(locations), buffers, strict=True)
+            ]
+        )
 
     def fill(
         self, locations: Sequence[int] | None, offset: int, buffers: Sequence[memoryview]
     ) -> Sequence[memoryview]:
         """Copy ``buffers`` to the blocks at ``locations``; nothing is sent inline."""
-        segments = self.segments
-        for place, buffer in zip(_given(locations), buffers, strict=True):
-            copy(segments.writable(place + offset, len(buffer)), buffer)
+        writable = self.segments.writable
+        self._copier.copy_all(
+            [
+                (writable(place + offset, len(buffer)), buffer)
+                for place, buffer in zip(_given(locations), buffers, strict=True)
+            ]
+        )
         return ()
 
     def close(self) -> None:
-        """Unmap all segments."""
+        """Unmap all segments, and end what copied."""
+        self._copier.close()
         self.segments.close()
 
 

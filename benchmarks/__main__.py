@@ -36,7 +36,7 @@ def main() -> int:
             with progress.status(f"measuring {group}"):
                 rows += importlib.import_module(f"benchmarks.{group}").measure(settings)
     # A pipe has no width; the table is then as wide as its text.
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(table(rows))
     path = arguments.json or RESULTS / time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
     path.parent.mkdir(parents=True, exist_ok=True)

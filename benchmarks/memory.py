@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measure import Sample, median_time
+from benchmarks.measure import Sample, median_time, median_time_of
 
 Blocks: TypeAlias = Sequence[NDArray[np.uint8]]
 
@@ -28,3 +29,20 @@ def memcpy(destinations: Blocks, sources: Blocks, calls: int) -> Sample:
             np.copyto(destination, source)
 
     return lambda: total / median_time(once, calls)
+
+
+def memcpy_onward(sources: Blocks, pool_bytes: int, calls: int) -> Sample:
+    """Like ``memcpy``, but to other memory in every call, until ``pool_bytes`` are used up.
+
+    A copy to the same few megabytes again and again stays within the processor's cache; a store
+    that takes in new blocks has no such luck.
+    """
+    total = sum(block.nbytes for block in sources)
+    batches = [[np.ones_like(block) for block in sources] for _ in range(pool_bytes // total)]
+    onward = itertools.cycle(batches)
+
+    def once(destinations: Blocks) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            np.copyto(destination, source)
+
+    return lambda: total / median_time_of(lambda: next(onward), once, calls)

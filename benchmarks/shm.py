@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.chains import chain, session, store
-from benchmarks.measure import Row, Sample, Settings, alternate, median_time, median_time_of
-from benchmarks.memory import Blocks, blocks, memcpy
+from benchmarks.measure import Row, Settings, alternate, median_time, median_time_of
+from benchmarks.memory import Blocks, blocks, memcpy, memcpy_onward
 from benchmarks.node import Node, node
 from benchmarks.pingpong import ping_pong
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BATCH: Final = 32
 MIB: Final = 1 << 20
 CAPACITY: Final = "4GiB"
+POOL: Final = 1 << 30
+"""Bytes of memory that the limit of a put goes through before it comes back."""
 
 
 def measure(settings: Settings) -> Iterator[Row]:
@@ -59,7 +61,6 @@ def _copies(settings: Settings, daemon: Node, size: int) -> Iterator[Row]:
     total = BATCH * size
     sources, destinations = blocks(BATCH, size), blocks(BATCH, size)
     calls = settings.calls(40 * MIB // size)
-    limit = memcpy(destinations, sources, calls)
     with session(daemon.unix, size, "shm") as client:
         _warm(client, sources, total)
         names = chain(BATCH)
@@ -73,7 +74,6 @@ def _copies(settings: Settings, daemon: Node, size: int) -> Iterator[Row]:
 
             return total / median_time(once, calls)
 
-        rounds = alternate(settings, get, limit)
         yield Row(
             f"shm-get-{size // MIB}M",
             f"shm get into a private buffer, {what}",
@@ -81,26 +81,38 @@ def _copies(settings: Settings, daemon: Node, size: int) -> Iterator[Row]:
             "B/s",
             "at least",
             0.9,
-            rounds,
+            alternate(settings, get, memcpy(destinations, sources, calls)),
         )
-        rounds = alternate(settings, _put(client, sources, total, calls), limit)
+        yield from _puts(settings, client, sources, destinations, calls)
+
+
+def _puts(
+    settings: Settings, client: Client, sources: Blocks, destinations: Blocks, calls: int
+) -> Iterator[Row]:
+    """Against memcpy to memory as cold as the node's, and against memcpy within the cache."""
+    size = sources[0].nbytes
+    total = BATCH * size
+
+    def put() -> float:
+        return total / median_time_of(
+            lambda: chain(BATCH), lambda names: store(client, names, sources), calls
+        )
+
+    limits = (
+        ("", "to new memory each time", memcpy_onward(sources, POOL, calls)),
+        ("-hot", "to the same memory", memcpy(destinations, sources, calls)),
+    )
+    for key, where, limit in limits:
         yield Row(
-            f"shm-put-{size // MIB}M",
-            f"shm put from a private buffer, {what}",
-            "memcpy (numpy), one thread",
+            f"shm-put-{size // MIB}M{key}",
+            f"shm put from a private buffer, {size // MIB} MiB blocks, {BATCH} a call",
+            f"memcpy (numpy), one thread, {where}",
             "B/s",
             "at least",
             0.8,
-            rounds,
+            alternate(settings, put, limit),
             "into a full node: every put makes others leave",
         )
-
-
-def _put(client: Client, sources: Blocks, total: int, calls: int) -> Sample:
-    return lambda: (
-        total
-        / median_time_of(lambda: chain(BATCH), lambda names: store(client, names, sources), calls)
-    )
 
 
 def _warm(client: Client, sources: Blocks, total: int) -> None:

@@ -133,6 +133,41 @@ class SsdSection(Section):
     """Bytes a second that demotion may write; unset means no limit."""
 
 
+class RdmaSection(Section):
+    """The RDMA device and its queue pairs. Why the defaults are as they are: docs/rdma.md."""
+
+    mode: Literal["auto", "off", "require"] = "auto"
+    """Whether sessions may use RDMA: where a device is found, never, or else not start."""
+    device: str = ""
+    """Name of the device, as ``rdma link`` lists it. Unset: the best there is."""
+    port: int = Field(default=0, ge=0, le=255)
+    """Number of its port. 0: any."""
+    gid: str = ""
+    """A RoCEv2 GID, its IPv4 address, or its index. Unset: the best there is."""
+    mtu: Annotated[Literal[256, 512, 1024, 2048, 4096] | None, BeforeValidator(_nothing_is_off)] = (
+        None
+    )
+    """Bytes of payload in a packet. Unset: the most that both ports carry."""
+    traffic_class: int = Field(default=104, ge=0, le=255)
+    """Of the IP header; 104 is DSCP 26."""
+    service_level: int = Field(default=0, ge=0, le=15)
+    """Of the queue pairs; RoCEv2 takes its priority from the traffic class."""
+    timeout: int = Field(default=14, ge=1, le=31)
+    """A lost packet is sent again after 4.096 us x 2^timeout."""
+    retry_count: int = Field(default=6, ge=0, le=6)
+    """How often, before the peer counts as gone."""
+    rnr_retry: int = Field(default=6, ge=0, le=6)
+    """How often where the peer is not ready to receive."""
+    reads: int = Field(default=16, ge=1, le=255)
+    """RDMA READs under way at once on a queue pair (max_rd_atomic)."""
+    depth: int = Field(default=128, ge=1, le=16384)
+    """Work requests under way at once on a queue pair."""
+    bytes_in_flight: Annotated[Size, Field(ge=1 << 20, le=1 << 40)] = 16 << 20
+    """Payload under way at once on a queue pair."""
+    busy_poll: bool = False
+    """Poll for completions without rest while bytes are under way: saves some us, costs a core."""
+
+
 class PolicySection(Section):
     """What is kept, what leaves, and how carefully bytes are checked."""
 
@@ -192,6 +227,7 @@ class Config(Section):
     listen: ListenSection = ListenSection()
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
+    rdma: RdmaSection = RdmaSection()
     policy: PolicySection = PolicySection()
     limits: LimitsSection = LimitsSection()
     auth: AuthSection = AuthSection()

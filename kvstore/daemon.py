@@ -36,6 +36,7 @@ from kvstore.recovery import recover
 from kvstore.server import Server
 from kvstore.state import StateDirectory
 from kvstore.units import Address
+from kvstore.verbs import VerbsDevice
 from tiers import errors as tier_errors
 from tiers.budget import WriteBudget
 from tiers.dram import DramTier
@@ -62,6 +63,7 @@ class Daemon:
         self._stack = contextlib.AsyncExitStack()
         self.node: Node
         self.server: Server
+        self.verbs: VerbsDevice
         self.movement: Movement | None = None
         self.control_url: str | None = None
         self.metrics_url: str | None = None
@@ -106,7 +108,10 @@ class Daemon:
         )
         if ssd is not None:
             self._open_movement(stack, ssd)
-        self.server = Server(self.node, self.movement, config, self.incarnation)
+        self.verbs = VerbsDevice(config.rdma, dram)
+        stack.push_async_callback(self.verbs.close)
+        self.verbs.open()
+        self.server = Server(self.node, self.movement, config, self.incarnation, self.verbs)
         stack.push_async_callback(self.server.close, 0.0)
         self.server.open()
         await self._open_operators(stack)
@@ -154,7 +159,9 @@ class Daemon:
 
     async def _open_operators(self, stack: contextlib.AsyncExitStack) -> None:
         config = self.config
-        inspection = Inspection(self.node, self.movement, self.server, config, self.incarnation)
+        inspection = Inspection(
+            self.node, self.movement, self.server, self.verbs, config, self.incarnation
+        )
         stack.callback(inspection.close)
         if config.listen.control is not None:
             control = ControlServer(

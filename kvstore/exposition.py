@@ -21,7 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvstore.metrics import Histogram, Metrics, MissReason, PutOutcome
+from kvstore.metrics import TRANSPORTS, Histogram, Metrics, MissReason, PutOutcome
 from kvstore.units import Address
 
 _MAX_REQUEST: Final = 16 << 10
@@ -152,6 +152,12 @@ class MetricsCollector(Collector):
             ("reservations", "Blocks reserved and not yet committed.", seen.reservations),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+        transports = GaugeMetricFamily(
+            "kvstore_transport_sessions", "Sessions open, by transport.", labels=("transport",)
+        )
+        for transport in TRANSPORTS:
+            transports.add_metric((transport,), seen.transports[transport])
+        yield transports
         yield _counter(
             "kvstore_sessions_opened", "Sessions accepted.", (), [((), seen.sessions_opened)]
         )

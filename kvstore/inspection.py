@@ -31,6 +31,7 @@ from kvstore.metrics import Occupancy
 from kvstore.movement import Movement
 from kvstore.node import Node
 from kvstore.server import Server
+from kvstore.verbs import VerbsDevice
 from tiers.tier import TierStatistics
 
 _TIER_NAMES = ("absent", "hbm", "dram", "ssd")
@@ -43,6 +44,7 @@ class Inspection(Administration):
         node: what is looked at.
         movement: moves blocks to and from SSD; None where there is no SSD.
         server: has the sessions.
+        verbs: the RDMA device.
         config: of the daemon.
         incarnation: names this start of the node.
     """
@@ -52,12 +54,14 @@ class Inspection(Administration):
         node: Node,
         movement: Movement | None,
         server: Server,
+        verbs: VerbsDevice,
         config: Config,
         incarnation: str,
     ) -> None:
         super().__init__(node, movement)
         self.urls: tuple[str, ...] = ()
         self._server = server
+        self._verbs = verbs
         self._config = config
         self._incarnation = incarnation
         self._started = node.clock()
@@ -80,6 +84,8 @@ class Inspection(Administration):
             blocks=len(node.index),
             pins=metrics.pins,
             reservations=metrics.reservations,
+            transports=dict(metrics.transports),
+            rdma=str(self._verbs),
             tiers=tuple(self._tier_reports()),
         )
 

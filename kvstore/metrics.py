@@ -20,6 +20,9 @@ MissReason = Literal["absent", "pending", "corrupt", "no_space", "medium", "dead
 up; its medium failed; not there within the deadline."""
 PutOutcome = Literal["stored", "held", "busy", "refused", "aborted"]
 
+TRANSPORTS: Final = ("shm", "rdma", "tcp")
+"""The transports of this version, by name."""
+
 LATENCY_BUCKETS: Final = tuple(
     float(f"{base}e{exponent}") for exponent in range(-6, 1) for base in (1, 2, 5)
 )
@@ -114,6 +117,8 @@ class Metrics:
     """Filled in by the node's ``refresh`` before a scrape (see ``kvstore.exposition``)."""
     sessions: int = 0
     """Sessions open now."""
+    transports: Counter[str] = field(default_factory=Counter)
+    """Sessions open now, by transport."""
     sessions_opened: int = 0
     """Sessions accepted since the start."""
     pins: int = 0

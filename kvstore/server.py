@@ -19,10 +19,9 @@ from kvstore.movement import Movement
 from kvstore.node import Node
 from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvstore.session import Session
+from kvstore.transports import choose
 from kvstore.units import Address
-from rdma.shm import ShmNodeTransport
-from rdma.tcp import TcpNodeTransport
-from rdma.transport import NodeTransport
+from kvstore.verbs import VerbsDevice
 
 _log = structlog.get_logger(__name__)
 
@@ -39,10 +38,16 @@ class Server:
         movement: brings blocks up from SSD; None where there is no SSD.
         config: addresses and limits.
         incarnation: names this start of the node.
+        verbs: the node's RDMA device, or why it has none.
     """
 
     def __init__(
-        self, node: Node, movement: Movement | None, config: Config, incarnation: str
+        self,
+        node: Node,
+        movement: Movement | None,
+        config: Config,
+        incarnation: str,
+        verbs: VerbsDevice,
     ) -> None:
         self.node = node
         self.longest_deadline = config.limits.request_deadline_max
@@ -52,6 +57,7 @@ class Server:
         """Where clients may connect to."""
         self.stopping = False
         self._movement = movement
+        self._verbs = verbs
         self._config = config
         self._incarnation = incarnation
         self._listeners: list[socket.socket] = []
@@ -153,32 +159,27 @@ class Server:
         namespace = Namespace.parse(hello.namespace)
         if namespace.tenant != hello.tenant:
             raise InvalidRequest("the tenant of the session is not that of the namespace")
-        session = Session(
-            self.node,
-            self._movement,
-            namespace,
-            hello.shard,
-            transport=self._choose(hello.transports, local),
-            most_bytes=int(limits.session_pinned * self.node.dram.capacity),
-            verify=self._config.policy.integrity == "always",
-        )
+        chosen = choose(self.node, self._verbs, hello.transports, hello.offers, local=local)
+        try:
+            session = Session(
+                self.node,
+                self._movement,
+                namespace,
+                hello.shard,
+                transport=chosen.transport,
+                most_bytes=int(limits.session_pinned * self.node.dram.capacity),
+                verify=self._config.policy.integrity == "always",
+            )
+        except BaseException:
+            chosen.transport.close()
+            raise
         metrics.sessions += 1
+        metrics.transports[chosen.transport.name] += 1
         metrics.sessions_opened += 1
-        _log.info("session opened", session=repr(session), client=hello.client)
-        return session, self._answer(session)
+        _log.info("session opened", session=repr(session), client=hello.client, why=chosen.why)
+        return session, self._answer(session, chosen.why)
 
-    def _choose(self, offered: list[str], local: bool) -> NodeTransport:
-        for name in offered:
-            if name == "shm" and local:
-                return ShmNodeTransport()
-            if name == "tcp":
-                return TcpNodeTransport(self.node.dram)
-        here = "shm, tcp" if local else "tcp"
-        raise InvalidRequest(
-            f"no transport in common: {', '.join(offered)} offered, this node has {here}"
-        )
-
-    def _answer(self, session: Session) -> Welcome:
+    def _answer(self, session: Session, why: str) -> Welcome:
         limits = self._config.limits
         return Welcome(
             self._config.node.name,
@@ -186,7 +187,7 @@ class Server:
             session.transport.name,
             session.namespace.block_bytes,
             {"max_payload": limits.max_payload, "max_hashes": limits.max_hashes},
-            session.transport.welcome(),
+            {**session.transport.welcome(), "why": why},
         )
 
     def farewell(self, connection: Connection) -> None:
@@ -195,6 +196,7 @@ class Server:
             self.connections.discard(connection)
             if connection.session is not None:
                 self.node.metrics.sessions -= 1
+                self.node.metrics.transports[connection.session.transport.name] -= 1
 
     def sessions(self) -> list[Session]:
         """The sessions open now."""

@@ -10,7 +10,7 @@ from tiers.prefault import Prefaulter
 from tiers.segment import HugePages, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Arena:
         self._segments: dict[int, Segment] = {}
         self.views: dict[int, memoryview] = {}
         self.size = 0
+        self.on_release: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -85,6 +86,8 @@ class Arena:
         self._drop(number, discard=True)
 
     def _drop(self, number: int, *, discard: bool) -> None:
+        if self.on_release is not None:
+            self.on_release(number)
         segment = self._segments.pop(number)
         del self.views[number]
         self.size -= segment.size

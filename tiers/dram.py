@@ -232,6 +232,18 @@ class DramTier(Tier):
         with self._lock:
             return self._allocator.retire(number)
 
+    @property
+    def on_release(self) -> Callable[[int], None] | None:
+        """Called with a segment's number before its memory is given back, while the tier is open.
+
+        For who has registered the memory elsewhere. May be called under the tier's lock.
+        """
+        return self._arena.on_release
+
+    @on_release.setter
+    def on_release(self, on_release: Callable[[int], None] | None) -> None:
+        self._arena.on_release = on_release
+
     # Counting.
 
     @property

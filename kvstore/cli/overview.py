@@ -1,5 +1,6 @@
 """``status``, ``namespaces`` and ``top``: how the node does as a whole."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -33,7 +34,8 @@ def status(
         ("process", found.pid),
         ("up", format_duration(found.uptime)),
         ("listens", ", ".join(found.listens)),
-        ("sessions", found.sessions),
+        ("sessions", sessions(found.sessions, found.transports)),
+        ("rdma", found.rdma),
         ("namespaces", found.namespaces),
         ("blocks", found.blocks),
         ("pins", found.pins),
@@ -42,6 +44,12 @@ def status(
     screen = console()
     screen.print(table(("NODE", found.name), facts))
     screen.print(tier_table(found.tiers))
+
+
+def sessions(count: int, transports: Mapping[str, int]) -> str:
+    """``3 (shm 2, tcp 1)``."""
+    used = ", ".join(f"{name} {number}" for name, number in transports.items() if number)
+    return f"{count} ({used})" if used else str(count)
 
 
 def namespaces(

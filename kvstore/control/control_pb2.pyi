@@ -144,6 +144,26 @@ Global___TierReport: _TypeAlias = TierReport  # noqa: Y015
 class NodeStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TransportsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -157,6 +177,8 @@ class NodeStatus(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     incarnation: _builtins.str
     version: _builtins.str
@@ -168,10 +190,13 @@ class NodeStatus(_message.Message):
     blocks: _builtins.int
     pins: _builtins.int
     reservations: _builtins.int
+    rdma: _builtins.str
     @_builtins.property
     def listens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierReport]: ...
+    @_builtins.property
+    def transports(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -188,10 +213,12 @@ class NodeStatus(_message.Message):
         pins: _builtins.int = ...,
         reservations: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierReport] | None = ...,
+        transports: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        rdma: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "listens", b"listens", "name", b"name", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "reservations", b"reservations", "sessions", b"sessions", "state", b"state", "tiers", b"tiers", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "listens", b"listens", "name", b"name", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "rdma", b"rdma", "reservations", b"reservations", "sessions", b"sessions", "state", b"state", "tiers", b"tiers", "transports", b"transports", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,10 @@ class NodeStatus:
     pins: int
     reservations: int
     tiers: tuple[TierReport, ...]
+    transports: Mapping[str, int] = field(default_factory=dict)
+    """Sessions open, by transport."""
+    rdma: str = ""
+    """The RDMA device, port and GID in use, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ class FakeTarget:
             pins=1,
             reservations=0,
             tiers=self._tiers(),
+            transports={"shm": 1, "tcp": 1, "rdma": 0},
+            rdma="rdma is off in this node's configuration",
         )
 
     async def snapshot(self) -> interface.Snapshot:

@@ -189,7 +189,7 @@ def test_listing_shows_once_what_stays_while_blocks_come_and_go(
 ) -> None:
     node = test_node.make_node()
     shard = node.shards_of(test_node.NAMESPACE)[0]
-    inspection = Inspection(node, None, None, Config(), "x")  # type: ignore[arg-type]
+    inspection = Inspection(node, None, None, None, Config(), "x")  # type: ignore[arg-type]
 
     def toggle(numbers: set[int]) -> None:
         for number in numbers:

@@ -88,7 +88,9 @@ class Watched(DaemonThread):
     def inspection(self) -> Inspection:
         """What operators see of the node."""
         daemon = self.daemon
-        return Inspection(daemon.node, daemon.movement, daemon.server, self.config, "x")
+        return Inspection(
+            daemon.node, daemon.movement, daemon.server, daemon.verbs, self.config, "x"
+        )
 
     def explain(self, hashes: Sequence[bytes], namespace: Namespace = NAMESPACE) -> Explanation:
         """Why a prefix ends."""

@@ -75,7 +75,7 @@ class Driver:
         self.port_down = False
         works = max(1, min(settings.device_works, adapter.limits.completions // 2))
         self._schedule = Schedule(works, settings.chain)
-        self._completions = Completions(adapter, 2 * works, self._on_completion)
+        self._completions = Completions(adapter, 2 * works, self._on_completion, self._on_failure)
         self._queues: dict[int, Queue] = {}
         self._owners: dict[Flow, Queue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,6 +84,11 @@ class Driver:
 
     def __repr__(self) -> str:
         return f"<Driver {self.adapter!r} queues={len(self._queues)}>"
+
+    @property
+    def failed(self) -> DeviceError | None:
+        """Why the device is of no more use; ``None`` while it is."""
+        return self._failed
 
     def start(self) -> None:
         """Begin to watch the device in the running event loop."""
@@ -189,12 +194,16 @@ class Driver:
 
     # --- the device itself ---------------------------------------------------------------------
 
+    def _on_failure(self, error: Exception) -> None:
+        _log.error("%s does not answer: %s", self.adapter.choice.device, error)
+        self._take_event(DEVICE_FAILED)
+
     def _on_event(self) -> None:
         self.adapter.drain_events(self._take_event)
 
     def _take_event(self, kind: int) -> None:
         name = self.adapter.choice.device
-        if kind == DEVICE_FAILED:
+        if kind == DEVICE_FAILED and self._failed is None:
             _log.error("%s has failed", name)
             self._failed = DeviceError(f"{name} has failed or is gone")
             if self._loop is not None:

@@ -1,5 +1,7 @@
 import errno
 import resource
+from types import SimpleNamespace
+from typing import cast
 
 import numpy
 import pytest
@@ -7,8 +9,9 @@ import pytest
 from rdma.errors import RegionError
 from rdma.region import address_of
 from rdma.transport import place_of
+from rdma.verbs.adapter import Adapter, Limits
 from rdma.verbs.buffers import ClientMemory
-from rdma.verbs.memory import Arena, Registration, refusal
+from rdma.verbs.memory import Arena, Registration, VerbsRegistrar, refusal, register_dmabuf
 
 
 class FakeRegistrar:
@@ -52,9 +55,9 @@ def test_a_buffer_is_registered_for_its_call(
 def test_neighbours_in_one_object_are_registered_together(
     registrar: FakeRegistrar, memory: ClientMemory
 ) -> None:
-    pool = numpy.zeros((4, 64), numpy.uint8)
-    start = address_of(memoryview(pool).cast("B"))
-    flat = memoryview(pool).cast("B")
+    pool = numpy.zeros(4 * 64, numpy.uint8)
+    flat = memoryview(pool)
+    start = address_of(flat)
     buffers = [flat[i * 64 : i * 64 + 64] for i in (1, 2, 3)]
     named, regions = memory.name(buffers)
     assert registrar.registered == [(start + 64, 192, True)]
@@ -182,3 +185,69 @@ def test_a_refused_registration_says_what_mends_it(monkeypatch: pytest.MonkeyPat
     assert "memlock" not in str(refusal(Failure(errno.ENOMEM), 1 << 20)).lower()
     assert "read-only" in str(refusal(Failure(errno.EFAULT), 4096))
     assert "Failed to register" in str(refusal(Failure(errno.EIO), 4096))
+
+
+class FakeRegion:
+    lkey, rkey = 11, 12
+
+    def __init__(self, *args: object, **named: object) -> None:
+        self.args = (*args[1:], *named.items())
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_adapter(region: type = FakeRegion) -> Adapter:
+    """A device that registers everything up to 1 MiB."""
+    made = SimpleNamespace(
+        binding=SimpleNamespace(mr=SimpleNamespace(MR=region, DmaBufMR=region), Error=Failure),
+        domain=object(),
+        limits=Limits(16, 128, 1000, 16, 16, 1 << 20),
+        choice=SimpleNamespace(device="mlx5_0"),
+    )
+    return cast(Adapter, made)
+
+
+LOCAL, WRITE, READ, RELAXED = 1, 2, 4, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("shared", "writable", "access"),
+    [
+        (False, True, LOCAL | RELAXED),
+        (True, True, LOCAL | WRITE | READ),
+        (True, False, READ),
+    ],
+)
+def test_only_the_rights_that_are_needed_are_granted(
+    shared: bool, writable: bool, access: int
+) -> None:
+    registrar = VerbsRegistrar(fake_adapter(), shared=shared)
+    registration = registrar.register(4096, 8192, writable)
+    assert registration.handle.args == (8192, access, ("address", 4096))
+    assert (registration.local, registration.remote, registration.base) == (11, 12, 4096)
+    registrar.deregister(registration)
+    assert registration.handle.closed
+
+
+def test_more_than_a_device_registers_at_once_is_refused() -> None:
+    with pytest.raises(RegionError, match="max_mr_size 1048576"):
+        VerbsRegistrar(fake_adapter(), shared=False).register(4096, (1 << 20) + 1, True)
+
+
+def test_gpu_memory_is_registered_by_its_dmabuf() -> None:
+    registration = register_dmabuf(fake_adapter(), 9, 65536, 4096)
+    assert registration.handle.args == (4096, 7, ("dmabuf", 9), ("offset", 65536))
+    assert registration.base == 65536
+
+
+def test_gpu_memory_that_can_not_be_registered_is_a_typed_error() -> None:
+    class Refusing(FakeRegion):
+        def __init__(self, *args: object, **named: object) -> None:
+            raise Failure(errno.EOPNOTSUPP)
+
+    with pytest.raises(RegionError, match="this kind of memory"):
+        register_dmabuf(fake_adapter(Refusing), 9, 0, 4096)
+    with pytest.raises(RegionError, match="this kind of memory"):
+        VerbsRegistrar(fake_adapter(Refusing), shared=True).register(4096, 4096, True)

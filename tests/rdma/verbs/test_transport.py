@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import ExitStack
 
 import numpy
 import pytest
 
 from rdma.errors import BadPlace, RegionError
 from rdma.transport import place_of
-from rdma.verbs.client import VerbsClientTransport
+from rdma.verbs.adapter import Adapter
+from rdma.verbs.client import ClientDevice, VerbsClientTransport
 from rdma.verbs.driver import Driver
 from rdma.verbs.errors import HandshakeError
 from rdma.verbs.memory import VerbsRegistrar
@@ -78,8 +80,8 @@ async def test_sessions_take_turns(node: Node) -> None:
     assert node.same(places, buffers)
 
 
-async def test_busy_polling_brings_the_bytes_too(adapter: object, node: Node) -> None:
-    driver = Driver(adapter, QueueSettings(busy_poll=True))  # type: ignore[arg-type]
+async def test_busy_polling_brings_the_bytes_too(adapter: Adapter, node: Node) -> None:
+    driver = Driver(adapter, QueueSettings(busy_poll=True))
     driver.start()
     client = VerbsClientTransport(node.device)
     transport = VerbsNodeTransport(driver, node.arena, client.offer())
@@ -136,7 +138,25 @@ async def test_an_offer_that_leads_nowhere_is_refused(
     client.close()
 
 
-def test_memory_that_the_kernel_does_not_give_is_a_typed_error(adapter: object) -> None:
-    registrar = VerbsRegistrar(adapter, shared=True)  # type: ignore[arg-type]
+def test_memory_that_the_kernel_does_not_give_is_a_typed_error(adapter: Adapter) -> None:
+    registrar = VerbsRegistrar(adapter, shared=True)
     with pytest.raises(RegionError, match="mapped"):
         registrar.register(4096, 4096, True)
+
+
+async def test_a_node_pulls_blocks_of_another_into_its_own_memory(
+    node: Node, device: ClientDevice
+) -> None:
+    """The node that pulls is the passive end, and its arena the memory that it names."""
+    with NodeMemory() as own, ExitStack() as registered:
+        for number in (1, 2):
+            region = device.memory.register(own.view(place_of(number, 0), own.size))
+            registered.callback(device.memory.release, region)
+        del region
+        session = node.session()
+        places, _ = node.blocks(8, 65536)
+        ours = own.places(8, 65536)
+        await session.get(places, [own.view(place, 65536) for place in ours])
+        for place, our in zip(places, ours, strict=True):
+            assert own.view(our, 65536) == node.memory.view(place, 65536)
+        assert session.client._named == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable
@@ -15,15 +15,19 @@ from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport
 from rdma.tcp import TcpClientTransport
 from rdma.transport import ClientTransport
+from rdma.verbs.client import VerbsClientTransport
 
 TRANSPORTS: Final[dict[str, type[ClientTransport]]] = {
     "shm": ShmClientTransport,
+    "rdma": VerbsClientTransport,
     "tcp": TcpClientTransport,
 }
 """The transports of this version by name."""
 
-_OFFERED: Final = {"unix": ("shm", "tcp"), "tcp": ("tcp",)}
-"""What can be had over each kind of socket, the best first."""
+_AUTO: Final = {"unix": ("shm", "tcp"), "tcp": ("rdma", "tcp")}
+"""What ``auto`` offers over each kind of socket, the best first."""
+_NAMED: Final = {"unix": ("shm", "rdma", "tcp"), "tcp": ("rdma", "tcp")}
+"""What can be had over each kind of socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,9 @@ class Endpoint:
         Raises:
             ConfigError: there is no such transport, or not over this kind of socket.
         """
-        here = _OFFERED[self.scheme]
         if transport == "auto":
-            return list(here)
-        if transport in here:
+            return list(_AUTO[self.scheme])
+        if transport in _NAMED[self.scheme]:
             return [transport]
         known = ", ".join(("auto", *TRANSPORTS))
         if transport in TRANSPORTS:
@@ -94,6 +97,18 @@ class Endpoint:
         except OSError as error:
             raise Unavailable(f"{self.host} is not known: {error}") from error
         return [(family, address) for family, _, _, _, address in found]
+
+
+class Offered(NamedTuple):
+    """What a client offers to a node.
+
+    Attributes:
+        halves: the client's halves of transports by name, the best first.
+        why: why others that it wanted can't be had on this machine; empty where there is none.
+    """
+
+    halves: dict[str, ClientTransport]
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +139,27 @@ class Settings:
             self.token,
             dict(self.namespace.describe()),
             self.shard,
-            self.offers,
+            list(transports),
             self.name,
             {name: offer for name, each in transports.items() if (offer := each.offer())},
         )
 
-    def transports(self) -> dict[str, ClientTransport]:
-        """The client's halves of the transports to offer."""
-        return {name: TRANSPORTS[name]() for name in self.offers}
+    def transports(self) -> Offered:
+        """The client's halves of the transports to offer, as far as this machine has them.
+
+        Raises:
+            ConfigError: it has none of them.
+        """
+        halves: dict[str, ClientTransport] = {}
+        reasons = []
+        for name in self.offers:
+            try:
+                halves[name] = TRANSPORTS[name]()
+            except TransportError as error:
+                reasons.append(f"{name}: {error}")
+        if not halves:
+            raise ConfigError("; ".join(reasons))
+        return Offered(halves, "; ".join(reasons))
 
 
 def choose(transports: Mapping[str, ClientTransport], welcome: Welcome) -> ClientTransport:

@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
-from rdma.errors import BadPlace
+from rdma.errors import BadPlace, RegionError
 from rdma.transport import ClientTransport
 
 T = TypeVar("T")
@@ -250,7 +250,32 @@ def _get_batch(
     wait: bool,
 ) -> Operation[bytes]:
     transport = terms.transport
-    request = messages.Get(hashes, offset, len(buffers[0]), wait, transport.destinations(buffers))
+    named = _name(transport.destinations, buffers)
+    try:
+        request = messages.Get(hashes, offset, len(buffers[0]), wait, named)
+        return (yield from _get_named(terms, request, buffers))
+    finally:
+        transport.done(named)
+
+
+def _name(
+    how: Callable[[Sequence[memoryview]], Sequence[int] | None], buffers: Sequence[memoryview]
+) -> Sequence[int] | None:
+    """What the transport tells the node of the caller's memory.
+
+    Raises:
+        Unavailable: the memory can't be registered.
+    """
+    try:
+        return how(buffers)
+    except RegionError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _get_named(
+    terms: Terms, request: messages.Get, buffers: Sequence[memoryview]
+) -> Operation[bytes]:
+    transport = terms.transport
 
     def found(answer: messages.GetAnswer) -> list[memoryview]:
         return [buffer for tier, buffer in zip(answer.tiers, buffers, strict=True) if tier]
@@ -264,7 +289,11 @@ def _get_batch(
     with _kept(terms, [answer.lease] if answer.lease else []) as leases:
         if missing := transport.missing(answer.locations):
             yield MapSegments(missing)
-        yield Move(lambda: transport.place(answer.locations, targets), sum(map(len, targets)))
+        place = partial(transport.place, answer.locations, targets)
+        if transport.shares_memory:
+            yield Move(place, sum(map(len, targets)))
+        else:
+            place()
         if leases:
             lasted = yield Release(leases)
     return answer.tiers if lasted else bytes(len(answer.tiers))
@@ -275,7 +304,7 @@ def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     if terms.transport.shares_memory:
         step, show = terms.max_hashes, _show
     else:
-        step, show = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES), _receive
+        step, show = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES), _get_views
     if 0 < len(hashes) <= step:
         return show(terms, hashes)
     return _view_batches(terms, hashes, step, show)
@@ -325,21 +354,16 @@ def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     return Seen(answer.tiers, views, leases)
 
 
-def _receive(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+def _get_views(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     size = terms.namespace.block_bytes
-    received: list[memoryview] = []
-
-    def room(answer: messages.GetAnswer) -> Sequence[memoryview]:
-        count = len(answer.tiers) - answer.tiers.count(messages.ABSENT)
-        received.append(memoryview(bytearray(count * size)))
-        return received
-
-    answer: messages.GetAnswer = yield Call(messages.Get(hashes), sink=room)
-    whole = received[0].toreadonly() if received else memoryview(b"")
-    views: list[memoryview | None] = [
-        whole[start : start + size] for start in range(0, len(whole), size)
+    whole = memoryview(bytearray(len(hashes) * size))
+    buffers = [whole[start : start + size] for start in range(0, len(whole), size)]
+    codes = yield from _get_batch(terms, hashes, buffers, 0, wait=False)
+    views = [
+        buffer.toreadonly() if code != messages.ABSENT else None
+        for code, buffer in zip(codes, buffers, strict=True)
     ]
-    return Seen(answer.tiers, _spread(answer.tiers, views), [])
+    return Seen(codes, views, [])
 
 
 def _spread(codes: bytes, views: list[memoryview | None]) -> list[memoryview | None]:
@@ -377,6 +401,8 @@ def put(
         yield from putting.run()
     finally:
         terms.reservations += [number for number, left in putting.open.items() if left]
+        for named in putting.named:
+            terms.transport.done(named)
     return PutResult(bytes(putting.codes))
 
 
@@ -386,6 +412,7 @@ class _Putting:
     Attributes:
         codes: the outcome of each block as far as it is known.
         open: how many blocks of each reservation have not been committed.
+        named: what the node was told of the caller's memory, call by call.
     """
 
     def __init__(
@@ -393,6 +420,7 @@ class _Putting:
     ) -> None:
         self.codes = bytearray([FAILED]) * len(hashes)
         self.open: dict[int, int] = {}
+        self.named: list[Sequence[int]] = []
         self._terms = terms
         self._size = terms.namespace.block_bytes
         self._hashes = hashes
@@ -449,9 +477,10 @@ class _Putting:
                 yield Move(fill, self._size * len(part))
             else:
                 payload = transport.fill(places, 0, buffers)
-            request = messages.Write(
-                answer.reservation, part, 0, self._size, sources=transport.sources(buffers)
-            )
+            named = _name(transport.sources, buffers)
+            if named is not None:
+                self.named.append(named)
+            request = messages.Write(answer.reservation, part, 0, self._size, sources=named)
             handle = yield Begin(Call(request, payload))
             self._written.append((answer.reservation, [start + index for index in part], handle))
 

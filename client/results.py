@@ -140,6 +140,7 @@ class ClientStats:
         url: where the node is.
         connected: whether a session is open now.
         transport: how payload moves, ``""`` before the first session.
+        transport_why: why not another way that was liked more, ``""`` where there was none.
         node: name of the node, ``""`` before the first session.
         incarnation: which start of the node answered last.
         calls: calls made.
@@ -156,6 +157,7 @@ class ClientStats:
     url: str
     connected: bool
     transport: str
+    transport_why: str
     node: str
     incarnation: str
     calls: int

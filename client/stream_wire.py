@@ -109,6 +109,7 @@ class StreamWire:
         )
         self._transport: ClientTransport | None = None
         self._mapping = asyncio.Lock()
+        self._moves = 0  # copies under way in threads
         self._stream: SocketStream[Pending[Any]] = SocketStream(
             connected, self._caller, self._done, self._ended
         )
@@ -129,18 +130,21 @@ class StreamWire:
         Raises:
             KVStoreError: the node can't be reached, is too slow, or refuses.
         """
-        wire = cls(await _open_socket(address, end), counters)
-        transports = settings.transports()
+        offered = settings.transports()
+        transports = offered.halves
+        wire = None
         try:
+            wire = cls(await _open_socket(address, end), counters)
             welcome = await wire._greet(settings.hello(transports), end)
             wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
         except BaseException:
-            wire.close()
+            if wire is not None:
+                wire.close()
             for transport in transports.values():
                 transport.close()
             raise
-        wire.session = SessionFacts(welcome.node, welcome.incarnation, welcome.transport)
+        wire.session = SessionFacts.of(welcome, offered.why)
         wire._caller.set_max_payload(wire.terms.max_payload)
         counters.connects += 1
         return wire
@@ -204,18 +208,27 @@ class StreamWire:
     def close(self, error: KVStoreError | None = None) -> None:
         """End the session and give back everything that was held for it.
 
+        Where threads are still copying, the memory follows as soon as they are through.
+
         Args:
             error: why, where that is not the owner's wish.
         """
         if self.closed:
             return
         self.closed = True
-        self._stream.close()
+        if not self._moves or self._transport is None or not self._transport.shares_memory:
+            self._stream.close()
         self._done(self._caller.lose(error or Unavailable("the connection is closed")))
-        if self._transport is not None:
-            self._transport.close()
+        if not self._moves:
+            self._let_go()
         if isinstance(self._caller.broken, ProtocolError):
             logger.warning("the node talked nonsense: %s", self._caller.broken)
+
+    def _let_go(self) -> None:
+        """Give back the memory. Not under a copy: the node gives it to others then."""
+        self._stream.close()
+        if self._transport is not None:
+            self._transport.close()
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -272,10 +285,13 @@ class StreamWire:
                     self._stream.on_fds = None
 
     async def _move(self, step: Move) -> None:
+        if self.closed:
+            raise Unavailable("the connection is closed")
         if step.length <= _INLINE_BYTES:
             step.work()
             return
         moved = self._loop.run_in_executor(None, step.work)
+        self._moves += 1
         try:
             await asyncio.shield(moved)
         except asyncio.CancelledError:
@@ -286,6 +302,10 @@ class StreamWire:
                 except asyncio.CancelledError:
                     continue
             raise
+        finally:
+            self._moves -= 1
+            if self.closed and not self._moves:
+                self._let_go()
 
     def _give_back(self) -> None:
         """Have the node drop what operations left behind, without waiting for its answer."""
@@ -340,6 +360,9 @@ class StreamWire:
         """Give a call up if it has no answer."""
         if not pending.done:
             self._done([pending, *self._caller.abandon(pending)])
+            if self._transport is not None and self._transport.exposes_memory:
+                # The node may still be at the memory that it was told of.
+                self.close(Unavailable("the node did not answer a call for memory in time"))
 
     def _done(self, calls: Sequence[Pending[Any]]) -> None:
         for pending in calls:

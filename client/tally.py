@@ -9,6 +9,7 @@ from typing import Final
 from client.results import ClientStats
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.protocol.caller import Counters
+from kvstore.protocol.messages import Welcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,29 @@ class SessionFacts:
         node: name of the node.
         incarnation: which start of the node it is.
         transport: how payload moves.
+        why: why not another way that was liked more; empty where there was none.
     """
 
     node: str
     incarnation: str
     transport: str
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.node} (incarnation {self.incarnation}) over {self.transport}"
+        because = f" ({self.why})" if self.why else ""
+        return f"{self.node} (incarnation {self.incarnation}) over {self.transport}{because}"
+
+    @classmethod
+    def of(cls, welcome: Welcome, why: str) -> SessionFacts:
+        """The facts of a session that a node has opened.
+
+        Args:
+            welcome: what it answered.
+            why: what the client could not offer, and why.
+        """
+        theirs = welcome.details.get("why")
+        reasons = [reason for reason in (why, theirs) if reason and isinstance(reason, str)]
+        return cls(welcome.node, welcome.incarnation, welcome.transport, "; ".join(reasons))
 
 
 NO_SESSION: Final = SessionFacts("", "", "")
@@ -77,6 +93,7 @@ class Tally:
             url=url,
             connected=connected,
             transport=session.transport,
+            transport_why=session.why,
             node=session.node,
             incarnation=session.incarnation,
             calls=self.calls,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
@@ -43,16 +45,20 @@ _MAX_PARTS: Final = 1_000
 """Buffers in one ``sendmsg``, below the kernel's IOV_MAX of 1,024."""
 
 _SLACK: Final = 0.002
-"""Seconds by which a socket's timeout may outlast the deadline of a call: setting it for each call
-would cost a system call, and the timeouts of one client hardly ever change."""
+"""Seconds that a small frame may take to be sent even where the deadline has passed."""
 
-_TIMEVAL: Final = struct.Struct("@ll")
+_PATIENCE: Final = struct.pack("@ll", 0, 1_000)
+"""How long the kernel waits within one call on the socket: 1 ms, rounded up to its ticks.
+
+Most answers come sooner, and then waiting costs no system call of its own. Longer waits are left
+to ``poll``: a signal restarts the kernel's timeout, so a profiler's would put deadlines off for
+ever."""
 
 
 class Wire:
     """One connection with an open session. Used by one thread at a time.
 
-    Blocking calls with the kernel's own timeouts: one system call to send, one to receive.
+    Blocking calls with a short timeout of the kernel's: one system call to send, one to receive.
 
     Attributes:
         terms: what the session agreed on.
@@ -66,10 +72,14 @@ class Wire:
         tune(connected)
         self._socket = connected
         self._caller = Caller(counters)
-        self._receive_timeout = self._send_timeout = 0.0
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, _PATIENCE)
         self._expects_fds = False
         self._begun: list[Pending[Any]] = []
         self._transport: ClientTransport | None = None
+        self._exposed = False
+        self._moving = threading.Lock()
+        self._interrupted = False
         self.closed = False
 
     @classmethod
@@ -85,18 +95,21 @@ class Wire:
         Raises:
             KVStoreError: the node can't be reached, is too slow, or refuses.
         """
-        wire = cls(open_socket(address[0], address[1], end - time.monotonic()), counters)
-        transports = settings.transports()
+        offered = settings.transports()
+        transports = offered.halves
+        wire = None
         try:
+            wire = cls(open_socket(address[0], address[1], end - time.monotonic()), counters)
             welcome = wire._call(Call(settings.hello(transports)), end)
             wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
         except BaseException:
-            wire.close()
+            if wire is not None:
+                wire.close()
             for transport in transports.values():
                 transport.close()
             raise
-        wire.session = SessionFacts(welcome.node, welcome.incarnation, welcome.transport)
+        wire.session = SessionFacts.of(welcome, offered.why)
         wire._caller.set_max_payload(wire.terms.max_payload)
         counters.connects += 1
         return wire
@@ -154,6 +167,8 @@ class Wire:
             operation.close()
             if self._begun:
                 self._forsake()
+            if self._exposed:
+                self.close()
             if self.terms.leases or self.terms.reservations:
                 self._give_back(end)
 
@@ -179,20 +194,24 @@ class Wire:
 
     def interrupt(self) -> None:
         """Make whoever waits on this connection return; may be called from another thread."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            logger.debug("the connection had ended already: %s", error)
+        with self._moving:
+            # Not before: the node gives the memory of a session that ends to others.
+            self._interrupted = True
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                logger.debug("the connection had ended already: %s", error)
 
     def close(self) -> None:
         """End the session and give back everything that was held for it."""
         if self.closed:
             return
         self.closed = True
+        if self._transport is not None:
+            # First: the node gives the memory of a session that ends to others.
+            self._transport.close()
         self._socket.close()
         self._caller.lose(Unavailable("the connection is closed"))
-        if self._transport is not None:
-            self._transport.close()
         if isinstance(self._caller.broken, ProtocolError):
             logger.warning("the node talked nonsense: %s", self._caller.broken)
 
@@ -200,7 +219,10 @@ class Wire:
 
     def _do(self, step: Step, end: float) -> Any:
         if isinstance(step, Move):
-            step.work()
+            with self._moving:
+                if self._interrupted:
+                    raise Unavailable("the client is closing")
+                step.work()
             return None
         if isinstance(step, Release):
             return self.release(step.leases, end)
@@ -247,7 +269,7 @@ class Wire:
         for pending in begun:
             if pending.done and pending.error is None:
                 forsake(self.terms, pending.result())
-            self._caller.abandon(pending)
+            self._abandon(pending)
 
     def _map(self, numbers: list[int], end: float) -> None:
         transport = self.terms.transport
@@ -294,27 +316,39 @@ class Wire:
         self._send_parts([memoryview(frame)[sent:], *payload], end)
 
     def _send_parts(self, parts: list[memoryview], end: float) -> None:
+        soonest = time.monotonic() + _SLACK
         try:
             while parts:
-                self._set_send_timeout(end)
-                parts = _rest(parts, self._socket.sendmsg(parts[:_MAX_PARTS]))
-        except BlockingIOError as error:
-            self._lose(Unavailable("the node did not take a request in time"))
-            raise DeadlineExceeded("the node did not take the request in time") from error
+                try:
+                    parts = _rest(parts, self._socket.sendmsg(parts[:_MAX_PARTS]))
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, max(end, soonest))
+                if parts and time.monotonic() >= max(end, soonest):
+                    self._lose(Unavailable("the node did not take a request in time"))
+                    raise DeadlineExceeded("the node did not take the request in time")
         except OSError as error:
             self._lose(Unavailable(f"the connection broke: {error}"))
             raise Unavailable(f"the connection broke: {error}") from error
 
+    def _abandon(self, pending: Pending[Any]) -> None:
+        """Give a call up. The node may still be at the memory that it was told of, if any."""
+        self._caller.abandon(pending)
+        self._exposed = self._transport is not None and self._transport.exposes_memory
+
     def _receive(self, pending: Pending[Any], end: float) -> None:
         """Receive once; give ``pending`` up at the deadline."""
         left = end - time.monotonic()
-        if not left / 2 <= self._receive_timeout <= left + _SLACK:
-            if left <= 0:
-                self._caller.abandon(pending)
-                return
-            self._set_timeout(socket.SO_RCVTIMEO, left)
-            self._receive_timeout = left
-        self._receive_into(self._caller.get_buffer())
+        if left <= 0:
+            self._abandon(pending)
+        elif left > _SLACK or self._wait(select.POLLIN, end):
+            if not (self._receive_into(self._caller.get_buffer()) or self.closed):
+                self._wait(select.POLLIN, end)
+
+    def _wait(self, event: int, end: float) -> bool:
+        """Wait, whatever signals come; returns whether the socket was ready in time."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(max(end - time.monotonic(), 0.0) * 1000))
 
     def _receive_into(self, buffer: memoryview) -> bool:
         """Receive what is there; returns whether there was anything."""
@@ -342,18 +376,6 @@ class Wire:
     def _lose(self, error: KVStoreError) -> None:
         self._caller.lose(error)
         self.close()
-
-    def _set_send_timeout(self, end: float) -> None:
-        left = max(end - time.monotonic(), _SLACK)
-        if not left / 2 <= self._send_timeout <= left + _SLACK:
-            self._set_timeout(socket.SO_SNDTIMEO, left)
-            self._send_timeout = left
-
-    def _set_timeout(self, option: int, seconds: float) -> None:
-        """Let the kernel bound a wait; a timeout of zero would mean none, so there is a least."""
-        microseconds = max(int(seconds * 1e6), 1)
-        value = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def outcome(pending: Pending[Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from kvstore.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KVStoreError,
@@ -56,6 +57,7 @@ from kvstore.protocol.messages import (
 from kvstore.session import Reply, Session
 from rdma.errors import BadPlace, TransportError
 from rdma.stream import SocketStream
+from rdma.verbs.errors import TransferTimeout
 from tiers.errors import TierError
 
 _log = structlog.get_logger(__name__)
@@ -274,6 +276,8 @@ class Connection:
             return error
         if isinstance(error, BadPlace):
             return InvalidRequest(str(error))
+        if isinstance(error, TransferTimeout):
+            return DeadlineExceeded(str(error))
         if isinstance(error, TransportError | TierError):
             return Unavailable(str(error))
         self._metrics.internal_errors += 1

@@ -6,6 +6,7 @@ came of it. The blocking and the asyncio client differ in their drivers alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ from rdma.errors import BadPlace, RegionError
 from rdma.transport import ClientTransport
 
 T = TypeVar("T")
+
+GET_BYTES: Final = 16 << 20
+"""Bytes of one request of a get: so many are copied while the node brings up the next."""
+
+GETS_AHEAD: Final = 2
+"""Requests of one get that the node works on while one is copied."""
 
 BATCH_BYTES: Final = 128 << 20
 """Payload of one GET at most, so that pins stay few and short."""
@@ -230,15 +237,31 @@ def destinations(buffers: Buffers, count: int, length: int) -> list[memoryview]:
 def get(
     terms: Terms, hashes: Sequence[bytes], into: Sequence[memoryview], offset: int, wait: bool
 ) -> Operation[GetResult]:
-    """Bring blocks, or a byte range of each, into memory of the caller."""
-    codes = b""
+    """Bring blocks, or a byte range of each, into memory of the caller.
+
+    Many bytes are asked for in parts: while one is copied, the node brings the next up.
+    """
     if not hashes:
-        return GetResult(codes)
-    length = len(into[0])
-    step = terms.blocks_at_once(length, BATCH_BYTES)
-    for start in range(0, len(hashes), step):
-        batch, buffers = hashes[start : start + step], into[start : start + step]
-        codes += yield from _get_batch(terms, batch, buffers, offset, wait)
+        return GetResult(b"")
+    step = terms.blocks_at_once(len(into[0]), GET_BYTES)
+    if len(hashes) <= step:
+        return GetResult((yield from _get_batch(terms, hashes, into, offset, wait)))
+    codes = b""
+    parts: deque[_Part] = deque()
+    try:
+        for start in range(0, len(hashes), step):
+            part = _Part(terms, hashes[start : start + step], into[start : start + step])
+            parts.append(part)
+            part.handle = yield Begin(part.call(offset, wait))
+            if len(parts) > GETS_AHEAD:
+                codes += yield from parts[0].take((yield Finish(parts[0].handle)))
+                parts.popleft().close()
+        while parts:
+            codes += yield from parts[0].take((yield Finish(parts[0].handle)))
+            parts.popleft().close()
+    finally:
+        for part in parts:
+            part.close()
     return GetResult(codes)
 
 
@@ -249,13 +272,66 @@ def _get_batch(
     offset: int,
     wait: bool,
 ) -> Operation[bytes]:
-    transport = terms.transport
-    named = _name(transport.destinations, buffers)
+    part = _Part(terms, hashes, buffers)
     try:
-        request = messages.Get(hashes, offset, len(buffers[0]), wait, named)
-        return (yield from _get_named(terms, request, buffers))
+        return (yield from part.take((yield part.call(offset, wait))))
     finally:
-        transport.done(named)
+        part.close()
+
+
+class _Part:
+    """One request of a get.
+
+    Attributes:
+        handle: of the call, once it has begun.
+    """
+
+    def __init__(
+        self, terms: Terms, hashes: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> None:
+        self.handle: Any = None
+        self._terms = terms
+        self._hashes = hashes
+        self._buffers = buffers
+        self._named: Sequence[int] | None = None
+
+    def call(self, offset: int, wait: bool) -> Call:
+        """The request for the blocks.
+
+        Raises:
+            Unavailable: the memory can't be registered.
+        """
+        transport, buffers = self._terms.transport, self._buffers
+        self._named = _name(transport.destinations, buffers)
+        request = messages.Get(self._hashes, offset, len(buffers[0]), wait, self._named)
+        inline = not transport.shares_memory and self._named is None
+        return Call(request, sink=self._found if inline else None)
+
+    def _found(self, answer: messages.GetAnswer) -> list[memoryview]:
+        return [buffer for tier, buffer in zip(answer.tiers, self._buffers, strict=True) if tier]
+
+    def take(self, answer: messages.GetAnswer) -> Operation[bytes]:
+        """See to it that the bytes are in the buffers; returns the tier code of each block."""
+        terms, transport = self._terms, self._terms.transport
+        targets = self._found(answer)
+        if not targets:
+            return answer.tiers
+        lasted = True
+        with _kept(terms, [answer.lease] if answer.lease else []) as leases:
+            if missing := transport.missing(answer.locations):
+                yield MapSegments(missing)
+            place = partial(transport.place, answer.locations, targets)
+            if transport.shares_memory:
+                yield Move(place, sum(map(len, targets)))
+            else:
+                place()
+            if leases:
+                lasted = yield Release(leases)
+        return answer.tiers if lasted else bytes(len(answer.tiers))
+
+    def close(self) -> None:
+        """Take back the memory that the node was told of."""
+        self._terms.transport.done(self._named)
 
 
 def _name(
@@ -270,33 +346,6 @@ def _name(
         return how(buffers)
     except RegionError as error:
         raise Unavailable(str(error)) from error
-
-
-def _get_named(
-    terms: Terms, request: messages.Get, buffers: Sequence[memoryview]
-) -> Operation[bytes]:
-    transport = terms.transport
-
-    def found(answer: messages.GetAnswer) -> list[memoryview]:
-        return [buffer for tier, buffer in zip(answer.tiers, buffers, strict=True) if tier]
-
-    inline = not transport.shares_memory and request.destinations is None
-    answer: messages.GetAnswer = yield Call(request, sink=found if inline else None)
-    targets = found(answer)
-    if not targets:
-        return answer.tiers
-    lasted = True
-    with _kept(terms, [answer.lease] if answer.lease else []) as leases:
-        if missing := transport.missing(answer.locations):
-            yield MapSegments(missing)
-        place = partial(transport.place, answer.locations, targets)
-        if transport.shares_memory:
-            yield Move(place, sum(map(len, targets)))
-        else:
-            place()
-        if leases:
-            lasted = yield Release(leases)
-    return answer.tiers if lasted else bytes(len(answer.tiers))
 
 
 def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:

@@ -303,9 +303,13 @@ class StreamWire:
                     continue
             raise
         finally:
-            self._moves -= 1
-            if self.closed and not self._moves:
-                self._let_go()
+            self._moved()
+
+    def _moved(self) -> None:
+        """Take note that a thread touches no memory any more, after which a close can go on."""
+        self._moves -= 1
+        if self.closed and not self._moves:
+            self._let_go()
 
     def _give_back(self) -> None:
         """Have the node drop what operations left behind, without waiting for its answer."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Protocol
 
 import structlog
 
+from kvstore.entry import Entry
 from kvstore.errors import (
     DeadlineExceeded,
     InternalError,
@@ -110,6 +111,7 @@ class Connection:
         self.session: Session | None = None
         self._reception = reception
         self._node = reception.node
+        self._longest_deadline = reception.longest_deadline
         self._metrics: Metrics = reception.node.metrics
         self._loop = asyncio.get_running_loop()
         self._sock = sock
@@ -195,15 +197,18 @@ class Connection:
         return self.session
 
     def _serve(self, incoming: Incoming) -> None:
-        request_id, deadline_ms, request = incoming
+        request_id, request = incoming.request_id, incoming.request
         try:
             if self._refusing and type(request) not in _ENDING:
                 raise Unavailable("the node is stopping")
             if type(request) is Hello:
                 self._hello(request_id, request)
                 return
-            deadline = self._loop.time() + min(deadline_ms / 1000, self._reception.longest_deadline)
-            handled = self._open_session().handle(request, deadline)
+            seconds = incoming.deadline_ms / 1000
+            if seconds > self._longest_deadline:
+                seconds = self._longest_deadline
+            session = self.session or self._open_session()
+            handled = session.handle(request, self._loop.time() + seconds)
         except Exception as error:  # noqa: BLE001 - boundary: one request's failure is its own
             self._answer_error(request_id, error)
             return
@@ -249,18 +254,23 @@ class Connection:
     def _reply(self, request_id: int, reply: Reply) -> None:
         if reply.answer is None:
             return
-        payload, pinned = reply.payload, reply.pinned
-        header = encode(answer_header(request_id, reply.answer), sum(map(len, payload)))
-        on_sent: Callable[[bool], None] | None = None
-        if pinned:
-            node = self._node
-
-            def on_sent(_: bool) -> None:
-                node.unpin(pinned)
-
-        self._stream.send([header, *payload], on_sent, reply.fds)
+        header = answer_header(request_id, reply.answer)
+        if reply.payload or reply.pinned:
+            self._send_payload(header, reply.payload, reply.pinned)
+        else:
+            self._stream.send((encode(header),), None, reply.fds)
         if reply.used:
             self._node.touch(reply.used)
+
+    def _send_payload(
+        self, header: list[object], payload: Sequence[memoryview], pinned: Sequence[Entry]
+    ) -> None:
+        node = self._node
+
+        def on_sent(_: bool) -> None:
+            node.unpin(pinned)
+
+        self._stream.send([encode(header, sum(map(len, payload))), *payload], on_sent)
 
     def _answer_error(self, request_id: int, error: BaseException) -> None:
         known = self._as_known(error)

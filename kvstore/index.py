@@ -14,13 +14,13 @@ of a region are worth writing anew is answered by `Entry.worth_keeping_on_ssd`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Final, Literal
 
 from kvstore.entry import COMMITTED, GONE, IN_DRAM, IN_SSD, TIER_CODES, USED, Entry, ShardIndex
 from kvstore.errors import ParentAbsent
-from kvstore.identity import ROOT_PARENT
+from kvstore.identity import HASH_BYTES, ROOT_PARENT
 from tiers.links import HELD, PARKED
 from tiers.policy import Policy
 
@@ -84,13 +84,23 @@ class Index:
             One tier code for each block held, up to the first that some shard lacks: 1 hbm, 2 dram,
             3 ssd, the slowest over the shards.
         """
-        if len(shards) == 1:
-            return _prefix_codes(shards[0], hashes)
         codes = []
         for shard in shards:
             codes.append(_prefix_codes(shard, hashes))
             hashes = hashes[: len(codes[-1])]
-        return bytes(map(max, *codes)) if codes else b""
+        return _slowest(codes)
+
+    def match_joined(self, shards: Sequence[ShardIndex], joined: bytes) -> bytes:
+        """What `match` says of the hashes that `joined` is made of, in less time if they chain.
+
+        A committed block's parents are committed, so the end of a chain is found by bisection, and
+        its blocks by going from parent to parent. The hashes met on the way show whether it is one.
+        """
+        codes = []
+        for shard in shards:
+            codes.append(_chain_codes(shard, joined))
+            joined = joined[: len(codes[-1]) * HASH_BYTES]
+        return _slowest(codes)
 
     def exists(self, shards: Sequence[ShardIndex], hashes: Sequence[bytes]) -> bytes:
         """The tier code of each block on its own: 0 where some shard lacks it."""
@@ -368,8 +378,48 @@ def _codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
     return bytes([entry.state for entry in entries]).translate(TIER_CODES)
 
 
+def _slowest(codes: Sequence[bytes]) -> bytes:
+    if len(codes) == 1:
+        return codes[0]
+    return bytes(map(max, *codes)) if codes else b""
+
+
+def _chain_codes(shard: ShardIndex, joined: bytes) -> bytes:
+    length = _reach(shard.committed, joined)
+    states: list[int] = []
+    hashes: list[bytes] = []
+    entry = shard.committed.get(joined[(length - 1) * HASH_BYTES : length * HASH_BYTES])
+    for _ in range(length):
+        if entry is None:
+            break
+        states.append(entry.state)
+        hashes.append(entry.hash)
+        entry = entry.parent
+    hashes.reverse()
+    if b"".join(hashes) != joined[: length * HASH_BYTES]:
+        each = range(0, len(joined), HASH_BYTES)
+        return _prefix_codes(shard, [joined[at : at + HASH_BYTES] for at in each])
+    states.reverse()
+    return _until_absent(bytes(states).translate(TIER_CODES))
+
+
+def _reach(committed: Mapping[bytes, Entry], joined: bytes) -> int:
+    """A number of hashes of which the last is committed and the next, if there is one, isn't."""
+    low, high = 0, len(joined) // HASH_BYTES
+    while low < high:
+        middle = (low + high) // 2
+        if joined[middle * HASH_BYTES : (middle + 1) * HASH_BYTES] in committed:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def _prefix_codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
-    codes = _codes(shard, hashes)
+    return _until_absent(_codes(shard, hashes))
+
+
+def _until_absent(codes: bytes) -> bytes:
     end = codes.find(0)
     return codes if end < 0 else codes[:end]
 

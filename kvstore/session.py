@@ -196,7 +196,7 @@ class Session:
     def _match(self, request: Match) -> Reply:
         began = time.perf_counter()
         node, hashes = self._node, request.hashes
-        tiers = node.index.match(self._shards, hashes)
+        tiers = node.index.match_joined(self._shards, request.joined)
         if request.prefetch and self._movement is not None:
             wanted = node.index.lookup(self._shard, hashes[: len(tiers)])
             self._movement.prefetch(self.namespace.tenant, wanted)
@@ -229,7 +229,7 @@ class Session:
         if None in places:
             return self._get_later(request, length, deadline, began)
         self._node.pin(entries)  # type: ignore[arg-type]
-        tiers = bytearray(_ALL_IN_DRAM[: len(entries)])
+        tiers = _ALL_IN_DRAM[: len(entries)]
         return self._hand_out(request, length, entries, places, tiers, deadline, began)  # type: ignore[arg-type]
 
     def _get_some(
@@ -244,7 +244,7 @@ class Session:
         found = [entry for entry in entries if entry is not None]
         if request.wait or any(entry.dram is None for entry in found):
             return self._get_later(request, length, deadline, began)
-        tiers = bytearray([ABSENT if entry is None else DRAM for entry in entries])
+        tiers = bytes([ABSENT if entry is None else DRAM for entry in entries])
         self._count_absent(request.hashes, tiers)
         self._node.pin(found)
         places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
@@ -259,7 +259,7 @@ class Session:
             )
         return length
 
-    def _count_absent(self, hashes: Sequence[bytes], tiers: bytearray) -> None:
+    def _count_absent(self, hashes: Sequence[bytes], tiers: bytes) -> None:
         metrics, reserved = self._node.metrics, self._shard.reserved
         for block, tier in zip(hashes, tiers, strict=True):
             if tier == ABSENT:
@@ -271,9 +271,8 @@ class Session:
             self._node.metrics.miss(reason)
         found = [entry for entry in got.entries if entry is not None]
         places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
-        tiers = bytearray(got.tiers)
         return await finished(
-            self._hand_out(request, length, found, places, tiers, deadline, began)
+            self._hand_out(request, length, found, places, bytes(got.tiers), deadline, began)
         )
 
     def _hand_out(
@@ -282,38 +281,34 @@ class Session:
         length: int,
         found: list[Entry],
         places: list[int],
-        tiers: bytearray,
+        tiers: bytes,
         deadline: float,
         began: float,
     ) -> Handled:
         """Answer a get. ``found`` is what it returns: pinned, and in DRAM at ``places``."""
         if self._held + len(found) > self._most_blocks:
-            self._cut(found, tiers)
+            tiers = self._cut(found, tiers)
             del places[len(found) :]
         if offset := request.offset:
             places = [place + offset for place in places]
-        pushed = self._push(request, length, places, tiers, deadline)
-        if self.transport.waits:
-            return self._hand_out_later(pushed, length, found, tiers, began)
+        transport = self.transport
         try:
+            destinations = transport.select(request.destinations, length, tiers)
+            pushed = transport.push(places, length, destinations, deadline)
+            if transport.waits:
+                return self._hand_out_later(pushed, length, found, tiers, began)
             delivery = at_once(pushed)
         except TransportError:
             self._node.unpin(found)
             raise
         return self._answer_get(delivery, length, found, tiers, began)
 
-    async def _push(
-        self, request: Get, length: int, places: list[int], tiers: bytearray, deadline: float
-    ) -> Delivery:
-        destinations = self.transport.select(request.destinations, length, tiers)
-        return await self.transport.push(places, length, destinations, deadline)
-
     async def _hand_out_later(
         self,
         pushed: Coroutine[Any, Any, Delivery],
         length: int,
         found: list[Entry],
-        tiers: bytearray,
+        tiers: bytes,
         began: float,
     ) -> Reply:
         delivery = None
@@ -325,7 +320,7 @@ class Session:
         return self._answer_get(delivery, length, found, tiers, began)
 
     def _answer_get(
-        self, delivery: Delivery, length: int, found: list[Entry], tiers: bytearray, began: float
+        self, delivery: Delivery, length: int, found: list[Entry], tiers: bytes, began: float
     ) -> Reply:
         metrics = self._node.metrics
         for code, tier in _TIERS:
@@ -333,17 +328,13 @@ class Session:
                 metrics.hit(tier, count)
         metrics.moved(self.transport.name, "out", len(found) * length)
         lease = self._lease(found) if found and delivery.holds else 0
-        reply = Reply(
-            GetAnswer(lease, bytes(tiers), delivery.locations),
-            delivery.payload,
-            pinned=() if lease else found,
-            used=found,
-        )
+        answer = GetAnswer(lease, tiers, delivery.locations)
         metrics.get_seconds.observe(time.perf_counter() - began)
-        return reply
+        return Reply(answer, delivery.payload, () if lease else found, found)
 
-    def _cut(self, found: list[Entry], tiers: bytearray) -> None:
-        """Turn into misses what is more than the session may hold."""
+    def _cut(self, found: list[Entry], codes: bytes) -> bytes:
+        """Turn into misses what is more than the session may hold; return the tiers left."""
+        tiers = bytearray(codes)
         room = max(self._most_blocks - self._held, 0)
         extra = found[room:]
         del found[room:]
@@ -355,6 +346,7 @@ class Session:
             if tiers[position]:
                 tiers[position] = ABSENT
                 extra.pop()
+        return bytes(tiers)
 
     def _lease(self, entries: list[Entry]) -> int:
         number = next(self._numbers)

@@ -344,20 +344,23 @@ class Caller:
 
     def _handle(self, events: list[Event]) -> list[Call[Answer]]:
         done: list[Call[Answer]] = []
-        queue = deque(events)
-        while queue and self.broken is None:
-            event = queue.popleft()
+        while events:
+            more: list[Event] = []
             try:
-                if type(event) is HeaderReceived:
-                    queue.extend(self._header(event.header, event.payload_length, done))
-                elif type(event) is Broken:
-                    raise event.error
-                elif type(event) is Closed:
-                    raise Unavailable("the node ended the connection")
-                else:
-                    self._payload_received(done)
+                for event in events:
+                    if type(event) is HeaderReceived:
+                        # Only the last header of a batch has a payload, which may bring more.
+                        more = self._header(event.header, event.payload_length, done)
+                    elif type(event) is Broken:
+                        raise event.error
+                    elif type(event) is Closed:
+                        raise Unavailable("the node ended the connection")
+                    else:
+                        self._payload_received(done)
             except KVStoreError as error:
                 done += self.lose(error)
+                break
+            events = more
         return done
 
     def _header(
@@ -406,12 +409,13 @@ class Caller:
         payload_length: int,
         done: list[Call[Answer]],
     ) -> list[Event]:
-        views = call.sink(answer) if call.sink is not None else ()
-        if sum(map(len, views)) != payload_length:
-            raise ProtocolError(f"a payload of {payload_length} bytes does not fit the answer")
-        if payload_length:
-            self._landing = (call, answer)
-            return self._decoder.receive_into(views)
+        if call.sink is not None or payload_length:
+            views = call.sink(answer) if call.sink is not None else ()
+            if sum(map(len, views)) != payload_length:
+                raise ProtocolError(f"a payload of {payload_length} bytes does not fit the answer")
+            if payload_length:
+                self._landing = (call, answer)
+                return self._decoder.receive_into(views)
         self._finish(call, answer, done)
         return []
 

@@ -7,9 +7,9 @@ text that names what is wrong.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NoReturn
+from typing import Final, NoReturn, overload
 
 from kvstore.errors import InvalidRequest
 
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_SEGMENTS",
     "MAX_TRANSPORTS",
     "MAX_U64",
+    "JoinedHashes",
     "arguments",
     "codes",
     "flag",
@@ -148,6 +149,15 @@ def _u64s(number: int) -> struct.Struct:
     return struct.Struct(f"<{number}Q")
 
 
+def _joined(blob: object) -> bytes:
+    if type(blob) is not bytes:
+        wrong("hashes must travel as bytes")
+    number, rest = divmod(len(blob), HASH_BYTES)
+    if rest or number > MAX_HASHES:
+        wrong(f"hashes must be at most {MAX_HASHES} times {HASH_BYTES} bytes, not {len(blob)}")
+    return blob
+
+
 def join_hashes(hashes: Sequence[bytes]) -> bytes:
     """Return ``hashes`` as the one blob in which they travel.
 
@@ -168,14 +178,50 @@ def split_hashes(blob: object) -> Sequence[bytes]:
     Raises:
         InvalidRequest: ``blob`` is no bytes object, not a whole number of hashes, or too many.
     """
-    if type(blob) is not bytes:
-        wrong("hashes must travel as bytes")
-    number, rest = divmod(len(blob), HASH_BYTES)
-    if rest or number > MAX_HASHES:
-        wrong(f"hashes must be at most {MAX_HASHES} times {HASH_BYTES} bytes, not {len(blob)}")
+    joined = _joined(blob)
+    number = len(joined) // HASH_BYTES
     if number <= _MAX_CACHED_SPLIT:
-        return _splitter(number).unpack(blob)
-    return [blob[at : at + HASH_BYTES] for at in range(0, len(blob), HASH_BYTES)]
+        return _splitter(number).unpack(joined)
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+
+
+class JoinedHashes(Sequence[bytes]):
+    """Hashes as they travel, split where somebody asks for them one by one.
+
+    Attributes:
+        joined: 32 bytes for each.
+    """
+
+    __slots__ = ("joined",)
+
+    def __init__(self, joined: bytes) -> None:
+        self.joined = joined
+
+    @classmethod
+    def parse(cls, blob: object) -> JoinedHashes:
+        """Return the hashes that travel in ``blob``; see :func:`split_hashes`."""
+        return cls(_joined(blob))
+
+    def __len__(self) -> int:
+        return len(self.joined) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        return split_hashes(self.joined)[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(split_hashes(self.joined))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<JoinedHashes {len(self)}>"
 
 
 def one_hash(value: object, what: str) -> bytes:

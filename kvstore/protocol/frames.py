@@ -14,8 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgpack
 
@@ -51,16 +50,8 @@ _MAX_ITEMS: Final = 1 << 16
 _MAX_TEXT: Final = 16 << 10
 _NOWHERE: Final = memoryview(bytearray())
 
-_pack = msgpack.packb
-_unpack = partial(
-    msgpack.unpackb,
-    strict_map_key=True,
-    max_array_len=_MAX_ITEMS,
-    max_map_len=_MAX_ITEMS,
-    max_str_len=_MAX_TEXT,
-    max_bin_len=MAX_HEADER,
-    max_ext_len=0,
-)
+_pack = msgpack.Packer().pack
+"""One packer for all frames, so that its memory is made once; no two threads can be inside it."""
 
 
 def encode(header: Sequence[object], payload_length: int = 0) -> bytes:
@@ -82,7 +73,15 @@ def encode(header: Sequence[object], payload_length: int = 0) -> bytes:
 
 def _decode_header(data: memoryview) -> list[object]:
     try:
-        header = _unpack(data)
+        header = msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_str_len=_MAX_TEXT,
+            max_bin_len=MAX_HEADER,
+            max_ext_len=0,
+        )
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header is not msgpack: {error}") from error
     if type(header) is not list:
@@ -90,7 +89,8 @@ def _decode_header(data: memoryview) -> list[object]:
     return header
 
 
-class HeaderReceived(NamedTuple):
+@dataclass(slots=True)
+class HeaderReceived:
     """A header is complete.
 
     Attributes:
@@ -300,10 +300,9 @@ class FrameDecoder:
         return [_PAYLOAD_RECEIVED]
 
     def _parse(self, events: list[Event]) -> list[Event]:
-        while (available := self._filled - self._taken) >= PREFIX_BYTES:
-            signature, header_length, payload_length = _PREFIX.unpack_from(
-                self._staging, self._taken
-            )
+        staging, taken = self._staging, self._taken
+        while (available := self._filled - taken) >= PREFIX_BYTES:
+            signature, header_length, payload_length = _PREFIX.unpack_from(staging, taken)
             if (
                 signature != _SIGNATURE
                 or header_length > self.max_header
@@ -314,10 +313,10 @@ class FrameDecoder:
             if available < PREFIX_BYTES + header_length:
                 self._make_room(PREFIX_BYTES + header_length)
                 return events
-            start = self._taken + PREFIX_BYTES
-            self._taken = start + header_length
+            start = taken + PREFIX_BYTES
+            taken = self._taken = start + header_length
             try:
-                header = _decode_header(self._staging[start : self._taken])
+                header = _decode_header(staging[start:taken])
             except ProtocolError as failure:
                 return self._break(failure, events)
             events.append(HeaderReceived(header, payload_length))

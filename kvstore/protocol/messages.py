@@ -17,7 +17,8 @@ failure is a :class:`ProtocolError`: there is nobody to answer), :func:`parse_re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, from_code
 from kvstore.protocol import fields
@@ -123,7 +124,8 @@ _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
 }
 
 
-class Incoming(NamedTuple):
+@dataclass(slots=True)
+class Incoming:
     """A request as the node received it.
 
     Attributes:

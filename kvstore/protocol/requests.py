@@ -149,15 +149,21 @@ class Match:
     hashes: Sequence[bytes]
     prefetch: bool = False
 
+    @property
+    def joined(self) -> bytes:
+        """The hashes as they travel, one behind the other."""
+        hashes = self.hashes
+        return hashes.joined if type(hashes) is fields.JoinedHashes else fields.join_hashes(hashes)
+
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
-        return [fields.join_hashes(self.hashes), self.prefetch]
+        return [self.joined, self.prefetch]
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> Match:
         """Check ``values`` and return the request that they are."""
         fields.arguments(values, 2, "MATCH")
-        return cls(fields.split_hashes(values[0]), fields.flag(values[1], "prefetch"))
+        return cls(fields.JoinedHashes.parse(values[0]), fields.flag(values[1], "prefetch"))
 
     def read(self, values: Sequence[object]) -> MatchAnswer:
         """Check and return the answer to this request that ``values`` are."""

@@ -322,6 +322,17 @@ class IndexMachine(RuleBasedStateMachine):
         both = [max(pair) if all(pair) else 0 for pair in zip(*codes, strict=True)]
         assert list(self.index.exists(self.shards, hashes)) == both
         assert list(self.index.match(self.shards, hashes)) == prefix(both)
+        self.joined_hashes_match_alike(hashes)
+        for block in self.blocks.values():
+            chain = [entry.hash for entry in block.entry.path()]
+            self.joined_hashes_match_alike([*chain, block_hash(1)])
+            self.joined_hashes_match_alike(chain[1:])
+
+    def joined_hashes_match_alike(self, hashes: list[bytes]) -> None:
+        for shards in (self.shards, self.shards[:1], self.shards[1:]):
+            assert self.index.match_joined(shards, b"".join(hashes)) == self.index.match(
+                shards, hashes
+            )
 
 
 def prefix(codes: list[int]) -> list[int]:
@@ -345,8 +356,33 @@ def test_what_stops_a_match() -> None:
     index.place(reserved, "dram", 9)
     hashes = [block_hash(number) for number in (1, 2, 3, 4)]
     assert index.match([shard], hashes) == bytes([DRAM_CODE, SSD_CODE, DRAM_CODE])
-    assert index.match([shard], []) == b""
-    assert index.match([], hashes) == b""
+    assert index.match_joined([shard], b"".join(hashes)) == index.match([shard], hashes)
+    for nothing in (index.match([shard], []), index.match_joined([shard], b"")):
+        assert nothing == b""
+    for nothing in (index.match([], hashes), index.match_joined([], b"".join(hashes))):
+        assert nothing == b""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "held"),
+    [
+        ([1, 2, 3, 9], 3),  # a chain
+        ([2, 3], 2),  # the middle of one
+        ([1, 3], 2),  # one with a gap
+        ([3, 2, 1], 3),  # one from its end
+        ([4, 1, 2], 3),  # two chains
+        ([1, 9, 2, 3, 4], 1),  # where bisection meets what is held behind what is not
+        ([1, 9, 9, 9, 2], 1),
+        ([9, 1, 2, 3], 0),
+    ],
+)
+def test_joined_hashes_need_not_be_a_chain(numbers: list[int], held: int) -> None:
+    index, shard = new_index()
+    chain(index, shard, [1, 2, 3])
+    chain(index, shard, [4])
+    hashes = [block_hash(number) for number in numbers]
+    assert index.match_joined([shard], b"".join(hashes)) == bytes([DRAM_CODE]) * held
+    assert index.match([shard], hashes) == bytes([DRAM_CODE]) * held
 
 
 def test_a_prefix_counts_only_where_every_shard_has_it() -> None:

@@ -23,6 +23,7 @@ from kvstore.protocol.messages import (
     Get,
     GetAnswer,
     Hello,
+    Incoming,
     Match,
     MatchAnswer,
     Ping,
@@ -108,7 +109,7 @@ def test_a_message_is_the_same_after_the_wire(pair: tuple[AnyRequest, Answer]) -
 
 def test_release_is_one_way() -> None:
     header = over_the_wire(release_header([1, 2]))
-    assert parse_request(header) == (0, 0, Release([1, 2]))
+    assert parse_request(header) == Incoming(0, 0, Release([1, 2]))
     with pytest.raises(InvalidRequest, match="request id 0"):
         parse_request([4, *header[1:]])
     with pytest.raises(InvalidRequest, match="request id 0"):
@@ -266,7 +267,12 @@ def test_an_error_text_never_hinders_its_answer() -> None:
 @pytest.mark.parametrize("number", [0, 1, 4_096, 4_097, MAX_HASHES])
 def test_hashes_are_split_as_they_were_joined(number: int) -> None:
     hashes = [n.to_bytes(32, "big") for n in range(number)]
-    assert list(split_hashes(join_hashes(hashes))) == hashes
+    joined = join_hashes(hashes)
+    assert list(split_hashes(joined)) == hashes
+    match = parse_request([1, Match.op, 0, joined, False]).request
+    assert isinstance(match, Match)
+    assert (len(match.hashes), list(match.hashes), match.joined) == (len(hashes), hashes, joined)
+    assert list(match.hashes[1:]) == hashes[1:]
 
 
 def test_hashes_of_the_wrong_length_are_not_sent() -> None:

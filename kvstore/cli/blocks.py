@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, Tier, Timeout, ask
-from kvstore.cli.output import console, print_json, short, table
+from kvstore.cli.output import console, counted, print_json, short, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 Hashes = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[HASH]...",
-        help="Hashes, root first (64 hex digits, or 8 or more that are unique); or @FILE.",
+        metavar="HASH",
+        help="Hashes, root first (64 hex digits, or 8 or more that are unique), or @FILE of them.",
         show_default=False,
     ),
 ]
 Tokens = Annotated[
     str | None,
-    typer.Option("--tokens", "-t", help="Token ids instead: 1,2,3 or @FILE or - for stdin."),
+    typer.Option(
+        "--tokens", "-t", help="Token ids (not text) instead: 1,2,3, or @FILE, or - for stdin."
+    ),
 ]
 Lora = Annotated[
     str | None, typer.Option("--lora", help="LoRA adapter that the tokens ran through.")
 ]
 Salt = Annotated[str | None, typer.Option("--cache-salt", help="Cache salt of the requests.")]
 
+_SPARE: Final = ("CRC32C", "PARENT", "CHILDREN", "NAMESPACE", "SHARD", "IDLE")
+"""Columns that give way where the terminal is narrow, the first one first."""
 _ENDINGS: Final = {
     "complete": "The whole prefix is held.",
     "never_stored": "Nobody has stored the next block.",
@@ -130,7 +134,27 @@ def block_table(blocks: "Sequence[BlockReport]") -> "Table":
         "NAMESPACE", ">SHARD", "HASH", "PARENT", "TIERS", ">SIZE", ">CHILDREN", ">PINS", ">AGE",
         ">IDLE", "CRC32C",
     )  # fmt: skip
-    return table(columns, rows)
+    return table(columns, rows, spare=_SPARE)
+
+
+def _block_facts(block: "BlockReport") -> "Table":
+    from kvstore.units import format_duration, format_size
+
+    facts = (
+        ("hash", block.hash.hex()),
+        ("parent", block.parent.hex() if any(block.parent) else "none: the first of its prefix"),
+        ("namespace", block.namespace.hex()),
+        ("shard", block.shard),
+        ("state", block.state),
+        ("tiers", " and ".join(block.tiers) or "-"),
+        ("size", format_size(block.size)),
+        ("children", block.children),
+        ("pins", block.pins),
+        ("age", format_duration(block.age)),
+        ("last use", f"{format_duration(block.idle)} ago"),
+        ("crc32c", "not computed yet" if block.checksum is None else f"{block.checksum:08x}"),
+    )
+    return table(("BLOCK", short(block.hash)), facts)
 
 
 def inspect(
@@ -160,6 +184,8 @@ def inspect(
     found = ask(Remote(control, config, timeout), question)
     if as_json:
         print_json(found)
+    elif len(found) == 1:
+        console().print(_block_facts(found[0]))
     elif found:
         console().print(block_table(found))
     else:
@@ -209,8 +235,9 @@ def match(
         rows = [(start, end, tier, short(wanted[end])) for start, end, tier in runs(report.tiers)]
         if rows:
             screen.print(table((">FROM", ">TO", "TIER", "LAST HASH"), rows))
-        text = f"{report.blocks} of {report.asked} blocks are held"
-        screen.print(text + (f" ({report.blocks * block_tokens} tokens)" if block_tokens else ""))
+        text = f"{report.blocks} of {counted(report.asked, 'block')} held"
+        tokens_held = counted(report.blocks * block_tokens, "token")
+        screen.print(f"{text} ({tokens_held})." if block_tokens else f"{text}.")
     if report.blocks < report.asked:
         raise typer.Exit(1)
 
@@ -255,7 +282,7 @@ def explain(
         print_json(found)
     else:
         screen = console()
-        screen.print(f"{found.blocks} of {found.asked} blocks are held.", soft_wrap=True)
+        screen.print(f"{found.blocks} of {counted(found.asked, 'block')} held.", soft_wrap=True)
         screen.print(sentence(found), soft_wrap=True)
         if found.hash:
             screen.print(f"The first block that is not held is {found.hash.hex()}.", soft_wrap=True)

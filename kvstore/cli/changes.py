@@ -1,12 +1,13 @@
 """``pin``, ``unpin``, ``evict``, ``flush`` and ``verify``: what changes the cache."""
 
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, Tier, Timeout, ask
-from kvstore.cli.output import console, print_json, short, table
+from kvstore.cli.output import console, counted, print_json, short, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +115,7 @@ def unpin(
     if as_json:
         print_json(removal)
     else:
-        console().print(f"{removal.blocks} blocks are no longer pinned.")
+        console().print(f"Unpinned {counted(removal.blocks, 'block')}.")
     if not removal.blocks:
         raise typer.Exit(1)
 
@@ -122,7 +123,7 @@ def unpin(
 def evict(
     block: Annotated[
         str | None,
-        typer.Argument(metavar="[HASH]", help="Hash of the first block to go, in hex."),
+        typer.Argument(metavar="HASH", help="Hash of the first block to go, in hex."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="The whole namespace, instead of a block.")
@@ -148,11 +149,11 @@ def evict(
         name = await find_block(node, block, namespace)
         return await node.evict(name.namespace, name.hash)
 
-    _conclude(ask(Remote(control, config, timeout), question), as_json=as_json)
+    _conclude("Dropped", ask(Remote(control, config, timeout), question), as_json=as_json)
 
 
 def flush(
-    tier: Annotated[str, typer.Argument(help="hbm, dram or ssd.")],
+    tier: Annotated[str, typer.Argument(metavar="TIER", help="dram or ssd.")],
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -162,18 +163,21 @@ def flush(
 
     Exit status 1 if some stayed because they are pinned or in use.
     """
-    _conclude(ask(Remote(control, config, timeout), lambda node: node.flush(tier)), as_json=as_json)
+    screen = console(errors=True)
+    with screen.status(f"emptying {tier}") if screen.is_terminal else nullcontext():
+        removal = ask(Remote(control, config, timeout), lambda node: node.flush(tier))
+    _conclude(f"Emptied {tier} of", removal, as_json=as_json)
 
 
-def _conclude(removal: "Removal", *, as_json: bool) -> None:
+def _conclude(done: str, removal: "Removal", *, as_json: bool) -> None:
     from kvstore.units import format_size
 
     if as_json:
         print_json(removal)
     else:
-        text = f"{removal.blocks} blocks left ({format_size(removal.bytes)})"
-        text += f", {removal.moved} of them to the tier below" if removal.moved else ""
-        text += f"; {removal.kept} stayed: pinned or in use" if removal.kept else ""
+        text = f"{done} {counted(removal.blocks, 'block')} ({format_size(removal.bytes)})"
+        text += f", having copied {removal.moved:,} to the tier below" if removal.moved else ""
+        text += f"; {removal.kept:,} stayed: pinned or in use" if removal.kept else ""
         console().print(text + ".")
     if removal.kept:
         raise typer.Exit(1)
@@ -213,7 +217,7 @@ def verify(
         for name in names[:MAX_CORRUPT]:
             screen.print(f"corrupt: {name}", soft_wrap=True)
         screen.print(
-            f"{counts['checked']} blocks checked: {counts['corrupt']} corrupt, "
+            f"Checked {counted(counts['checked'], 'block')}: {counts['corrupt']} corrupt, "
             f"{counts['unreadable']} unreadable."
         )
     if failed:

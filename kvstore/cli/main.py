@@ -9,9 +9,11 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Final
+from inspect import cleandoc
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from kvstore.errors import ConfigError, DeadlineExceeded, KVStoreError, Unavailable
 
@@ -61,8 +63,27 @@ def root(
     """Options that come before the command."""
 
 
+class _Command(TyperCommand):
+    """A command whose help doesn't look as if its flags took a value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return params
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring whose paragraphs fit any terminal: Typer would keep their line breaks."""
+    return "\n\n".join(part.replace("\n", " ") for part in cleandoc(text).split("\n\n"))
+
+
 for _group in _GROUPS:
     import_module(f"kvstore.cli.{_group}").register(app)
+for _command in app.registered_commands:
+    _command.cls = _Command
+    _command.help = _paragraphs((_command.callback and _command.callback.__doc__) or "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
     except KVStoreError as error:
-        _complain(error, as_json="--json" in arguments)
+        _complain(error, arguments)
         return _status(error)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -90,15 +111,18 @@ def _status(error: KVStoreError) -> int:
     return NOT_THERE if isinstance(error, (Unavailable, DeadlineExceeded)) else FAILED
 
 
-def _complain(error: KVStoreError, *, as_json: bool) -> None:
-    if as_json:
+def _complain(error: KVStoreError, arguments: Sequence[str]) -> None:
+    if "--json" in arguments:
         fields = {"error": error.code, "message": str(error), "retry": error.retry}
         typer.echo(json.dumps(fields), err=True)
         return
     typer.echo(f"kvstore: {error}", err=True)
     if _status(error) == NOT_THERE:
+        told = "URL", "--url or KVSTORE_URL"
+        if arguments[0] != "replay":
+            told = "control address", "--control or KVSTORE_CONTROL"
         typer.echo(
-            "Start a daemon with `kvstore serve`, or name the control address of a running one "
-            "with --control or KVSTORE_CONTROL.\n`kvstore doctor` checks this machine.",
+            f"Start a daemon with `kvstore serve`, or name the {told[0]} of a running one "
+            f"with {told[1]}.\n`kvstore doctor` checks this machine.",
             err=True,
         )

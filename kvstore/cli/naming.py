@@ -86,7 +86,9 @@ async def find_block(node: ControlTarget, text: str, namespace: str | None) -> B
     if len(digits) == _FULL:
         only = await find_namespace(node, None)
         return BlockName(only.fingerprint, bytes.fromhex(digits))
-    raise typer.BadParameter(f"{text}: no block that is held begins so")
+    raise typer.BadParameter(
+        f"{text}: no block that is held begins so; one that isn't is named by all {_FULL} digits"
+    )
 
 
 def _digits(text: str) -> str:

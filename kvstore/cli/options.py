@@ -16,7 +16,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help="Configuration file. [default: /etc/kvstore/kvstore.toml, if there]"
+        "--config",
+        "-c",
+        help="Configuration file.",
+        show_default="$KVSTORE_CONFIG, or /etc/kvstore/kvstore.toml if there",
     ),
 ]
 Control = Annotated[
@@ -24,10 +27,13 @@ Control = Annotated[
     typer.Option(
         "--control",
         envvar="KVSTORE_CONTROL",
-        help="Control address of the node. [default: listen.control of the configuration]",
+        help="Control address of the node, as HOST:PORT.",
+        show_default="listen.control of the configuration",
     ),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for it.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer.")
+]
 Namespace = Annotated[
     str | None,
     typer.Option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from kvstore.control.interface import TierReport
 
@@ -17,6 +18,8 @@ PIPED_WIDTH: Final = 400
 """Columns when the output is no terminal: wide enough that no cell is cut."""
 HASH_DIGITS: Final = 16
 """Hex digits of a hash shown in tables; enough to name the block in another command."""
+_GAP: Final = 2
+"""Columns of the screen between two columns of a table."""
 
 
 def plain(value: Any) -> Any:
@@ -51,19 +54,52 @@ def console(*, errors: bool = False) -> "Console":
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> "Table":
-    """A plain table; columns whose name begins with ``>`` are aligned to the right."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Sequence[str] = ()
+) -> "Table":
+    """A plain table.
+
+    Args:
+        columns: names; those that begin with ``>`` are aligned to the right. Only the last one may
+            take more than one line.
+        rows: their cells.
+        spare: columns to leave out, in this order, until the rest fits the terminal's width; a line
+            below the table says so.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        justify: Any = "right" if name.startswith(">") else "left"
-        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=not sys.stdout.isatty())
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    cells = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
+    names = [name.removeprefix(">") for name in columns]
+    gone = _left_out(names, cells, spare, console().width)
+    kept = [at for at, name in enumerate(names) if name not in gone]
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    if gone or not cells:
+        made.caption = f"no room for {', '.join(gone)}; --json has all" if gone else "none"
+        made.caption_justify = "left"
+    for at in kept:
+        justify: Any = "right" if columns[at].startswith(">") else "left"
+        whole = at != kept[-1] or not sys.stdout.isatty()
+        made.add_column(names[at], justify=justify, no_wrap=whole, overflow="fold")
+    for row in cells:
+        made.add_row(*(row[at] for at in kept))
     return made
+
+
+def _left_out(
+    names: Sequence[str], rows: "Sequence[Sequence[Text]]", spare: Sequence[str], room: int
+) -> list[str]:
+    widths = {
+        name: max([len(name), *(row[at].cell_len for row in rows)]) for at, name in enumerate(names)
+    }
+    gone: list[str] = []
+    for name in spare:
+        if sum(widths.values()) + _GAP * len(widths) <= room:
+            break
+        del widths[name]
+        gone.append(name)
+    return gone
 
 
 def short(hash: bytes) -> str:
@@ -83,8 +119,13 @@ def share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def tier_table(tiers: "Sequence[TierReport]") -> "Table":
-    """A table of tiers, as ``status`` and ``top`` show it."""
+def counted(number: int, noun: str) -> str:
+    """``1 block``, ``1,200 blocks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def tier_table(tiers: "Sequence[TierReport]", *, details: bool = True) -> "Table":
+    """A table of tiers, as ``status`` and, without ``details``, ``top`` show it."""
     from kvstore.units import format_size
 
     rows = [
@@ -100,6 +141,6 @@ def tier_table(tiers: "Sequence[TierReport]") -> "Table":
         )
         for tier in tiers
     ]
-    return table(
-        ("TIER", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">LOST", "STATE", "DETAILS"), rows
-    )
+    columns = ("TIER", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">OVERHEAD", "STATE", "DETAILS")
+    shown = len(columns) if details else len(columns) - 1
+    return table(columns[:shown], [row[:shown] for row in rows])

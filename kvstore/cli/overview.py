@@ -77,10 +77,11 @@ def namespaces(
         for one in found
     ]
     columns = (
-        "NAMESPACE", "MODEL", "REVISION", "DTYPE", ">TOKENS", "TPxPP", "TENANT", ">BLOCKS", ">SIZE",
-        ">SESSIONS",
+        "NAMESPACE", "MODEL", "REVISION", "DTYPE", ">BLOCK TOKENS", "TPxPP", "TENANT", ">BLOCKS",
+        ">SIZE", ">SESSIONS",
     )  # fmt: skip
-    console().print(table(columns, rows))
+    spare = ("REVISION", "TPxPP", "SESSIONS", "DTYPE", "TENANT", "BLOCK TOKENS")
+    console().print(table(columns, rows, spare=spare))
 
 
 def top(
@@ -94,6 +95,9 @@ def top(
     timeout: Timeout = 10.0,
 ) -> None:
     """Watch hit rate, traffic, latencies and tiers; rates are those of the last interval.
+
+    The hit rate is the share of the blocks that clients asked for with match and that were held.
+    Gets ask only for what match found, so nearly all of theirs are found.
 
     With --json, prints one object a line. Ends with Ctrl-C, or after one interval with --once or
     where the output is no terminal.

@@ -1,6 +1,5 @@
 """``replay``: the requests of a trace, with bytes, against a running daemon."""
 
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvstore.replay import Replay
-    from kvstore.trace import Request
+    from kvstore.trace import Request, Trace
 
 Url = Annotated[
     str | None,
     typer.Option(
         "--url",
         envvar="KVSTORE_URL",
-        help="The node, as unix:///path or tcp://host:port. "
-        "[default: the Unix socket of the configuration]",
+        help="The node, as unix:///path or tcp://host:port.",
+        show_default="the Unix socket of the configuration",
     ),
 ]
 Transport = Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")]
@@ -73,7 +72,6 @@ def replay(
     from kvstore.trace import Trace
 
     source = Trace(trace, block_tokens=block_tokens)
-    size = source.size
     block_bytes, batch_bytes = parse_block_size(block_size), parse_block_size(batch, "--batch")
     namespace = Namespace(
         "replay", "uint8", "replay", block_tokens, block_bytes, tenant=tenant, salt=salt
@@ -85,7 +83,7 @@ def replay(
         run = Replay(
             client, block_bytes=block_bytes, block_tokens=block_tokens, batch_bytes=batch_bytes
         )
-        _run(run, islice(source, requests), size)
+        _run(run, source, requests)
         used = client.stats().transport
     where = {"trace": str(trace), "url": url, "transport": used, "block_bytes": block_bytes}
     if as_json:
@@ -109,17 +107,18 @@ def _destination(url: str | None, config: Path | None) -> tuple[str, str | None]
     return url, effective.session_token
 
 
-def _run(run: "Replay", requests: "Iterable[Request]", size: int) -> None:
-    """Send the requests; the bar shows how far in the file they stand."""
+def _run(run: "Replay", source: "Trace", first: int | None) -> None:
+    """Send the requests; the bar counts them, or the bytes of the file where all are sent."""
     done = 0
-    with progress_bar(size, "replaying") as advance:
+    with progress_bar(source.size if first is None else first, "replaying") as advance:
 
         def progress(request: "Request") -> None:
             nonlocal done
-            advance(request.end - done)
-            done = request.end
+            reached = done + 1 if first is not None else request.end
+            advance(reached - done)
+            done = reached
 
-        run.run(requests, progress)
+        run.run(islice(source, first), progress)
 
 
 def _print(where: dict[str, Any], summary: dict[str, Any]) -> None:

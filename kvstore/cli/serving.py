@@ -36,6 +36,7 @@ _SIZES: Final = (
     "ssd.write_budget",
     "limits.max_payload",
 )
+_DURATIONS: Final = ("node.grace", "limits.request_deadline_max")
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the node.")]
 StateDirectory = Annotated[
@@ -61,7 +62,9 @@ LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, 
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="console or json.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any other key, as in policy.dram=arc."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any key, as in policy.dram=arc; may be repeated."
+    ),
 ]
 
 
@@ -135,11 +138,18 @@ def show_config(
 
 
 def _shown(key: str, value: object) -> object:
-    from kvstore.units import format_size
+    """A value as it is written in a file or a flag."""
+    from kvstore.units import format_duration, format_size
 
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int) and key in _SIZES:
         return format_size(value)
-    return "-" if value is None else value
+    if isinstance(value, float):
+        return format_duration(value) if key in _DURATIONS else f"{value:.4g}"
+    return value
 
 
 def _named(*values: Sequence[object]) -> dict[str, object]:

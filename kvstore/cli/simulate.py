@@ -27,14 +27,14 @@ _CAPACITY: Final = "% of the trace's unique blocks (5%), blocks (4096), bytes (8
 
 Dram = Annotated[
     list[str] | None,
-    typer.Option("--dram", help=f"DRAM capacities: {_CAPACITY}. [default: {DEFAULT_DRAM}]"),
+    typer.Option("--dram", help=f"DRAM capacities: {_CAPACITY}.", show_default=DEFAULT_DRAM),
 ]
 Ssd = Annotated[
     list[str] | None,
-    typer.Option("--ssd", help="SSD capacities, likewise; 0 is no SSD. [default: 0]"),
+    typer.Option("--ssd", help="SSD capacities, likewise; 0 is no SSD.", show_default="0"),
 ]
 PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", help="lru, arc, fifo. [default: lru]")
+    list[str] | None, typer.Option("--policy", help="lru, arc or fifo.", show_default="lru")
 ]
 Orphans = Annotated[
     bool,
@@ -192,7 +192,7 @@ def _table(outcomes: "Sequence[Outcome]", block_bytes: int) -> "Table":
                 format_size(outcome.written * block_bytes),
             ]
         rows.append([*row, f"{outcome.hit_rate:.1%}", f"{outcome.token_hit_rate:.1%}"])
-    return table([*columns, ">HIT RATE", ">OF TOKENS"], rows)
+    return table([*columns, ">HIT RATE", ">OF TOKENS"], rows, spare=("BLOCKS", "WRITTEN"))
 
 
 def _policy(outcome: "Outcome") -> str:

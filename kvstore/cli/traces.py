@@ -11,7 +11,9 @@ from kvstore.cli.output import console
 
 MAX_BLOCK_BYTES: Final = 1 << 30
 
-TraceFile = Annotated[Path, typer.Argument(help="A request trace: one JSON object a line.")]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A request trace: one JSON object a line.")
+]
 BlockTokens = Annotated[
     int, typer.Option("--block-tokens", min=1, help="Tokens that one id of the trace stands for.")
 ]

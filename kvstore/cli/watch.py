@@ -5,12 +5,13 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.output import console, print_json, share, table, tier_table
+from kvstore.cli.output import console, counted, print_json, share, table, tier_table
 from kvstore.control.interface import ControlTarget, Snapshot
 from kvstore.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
+    from rich.table import Table
 
 
 async def watch(node: ControlTarget, *, interval: float, once: bool, as_json: bool) -> None:
@@ -40,7 +41,8 @@ async def watch(node: ControlTarget, *, interval: float, once: bool, as_json: bo
 def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """What ``top --json`` prints: rates per second between two snapshots, and the state after.
 
-    ``hit_share`` is None where nothing was looked up.
+    ``hit_rate`` is the share of the blocks that match asked for and that were held, ``hit_share``
+    that of the blocks that get asked for and found; None where none was asked for.
     """
     seconds = after.clock - before.clock
     hits, misses = (
@@ -48,8 +50,12 @@ def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         _rates(before.misses, after.misses, seconds),
     )
     lookups = sum(hits.values()) + sum(misses.values())
+    matched = _rates(before.matched, after.matched, seconds)
+    asked = sum(matched.values())
     return {
         "seconds": seconds,
+        "matched_per_second": matched,
+        "hit_rate": matched.get("held", 0.0) / asked if asked else None,
         "lookups_per_second": lookups,
         "hit_share": sum(hits.values()) / lookups if lookups else None,
         "hits_per_second": hits,
@@ -76,53 +82,76 @@ def _rates(before: Mapping[str, int], after: Mapping[str, int], seconds: float) 
 
 
 def view(before: Snapshot, after: Snapshot) -> "Group":
-    """The same for people."""
+    """The same for people, in two columns where the terminal has room for them."""
     from rich.console import Group
+    from rich.table import Table
 
     changed = changes(before, after)
+    screen = console()
+    left, right = _block_table(changed, after), Group(_moved_table(changed, after), _timings(after))
+    widths = [screen.measure(part).maximum for part in (left, *right.renderables)]
+    body: RenderableType = Group(left, right)
+    if screen.is_terminal and widths[0] + max(widths[1:]) <= screen.width:
+        grid = Table.grid()
+        grid.add_row(left, right)
+        body = grid
     return Group(
-        f"rates over the last {changed['seconds']:.1f} s, totals since the start",
-        table(("BLOCKS", ">PER SECOND", ">TOTAL"), _lookup_rows(changed, after)),
-        table(
-            ("SESSIONS", "PINS", "RESERVATIONS"),
-            [(after.sessions, after.pins, after.reservations)],
-        ),
-        table(
-            ("MOVED", ">PER SECOND", ">TOTAL"),
-            [
-                (way, f"{format_size(round(rate))}/s", format_size(after.moved_bytes[way]))
-                for way, rate in changed["bytes_per_second"].items()
-            ],
-        ),
-        table(
-            ("LATENCY", ">COUNT", ">P50", ">P99"),
-            [
-                (name, seen.count, format_duration(seen.p50), format_duration(seen.p99))
-                for name, seen in after.latencies.items()
-                if seen.count
-            ],
-        ),
-        tier_table(after.tiers),
+        f" {counted(after.sessions, 'session')}, {counted(after.pins, 'pin')}, "
+        f"{counted(after.reservations, 'reservation')}; "
+        f"rates of {changed['seconds']:.1f} s, totals since the start",
+        tier_table(after.tiers, details=False),
+        body,
     )
 
 
-def _lookup_rows(changed: dict[str, Any], after: Snapshot) -> list[tuple[object, ...]]:
-    total_hits = sum(after.hits.values())
+def _block_table(changed: dict[str, Any], after: Snapshot) -> "Table":
+    return table(("BLOCKS", ">PER SECOND", ">TOTAL"), _block_rows(changed, after))
+
+
+def _moved_table(changed: dict[str, Any], after: Snapshot) -> "Table":
+    rows = [
+        (way, f"{format_size(round(rate))}/s", format_size(after.moved_bytes[way]))
+        for way, rate in sorted(changed["bytes_per_second"].items())
+    ]
+    return table(("MOVED", ">PER SECOND", ">TOTAL"), rows)
+
+
+def _timings(after: Snapshot) -> "Table":
+    """Latencies since the start: those of requests first, then those of media (``ssd_read``)."""
+    seen = sorted(after.latencies.items(), key=lambda item: ("_" in item[0], item[0]))
+    rows = [
+        (name.replace("_", " "), one.count, format_duration(one.p50), format_duration(one.p99))
+        for name, one in seen
+        if one.count
+    ]
+    return table(("LATENCY", ">COUNT", ">P50", ">P99"), rows)
+
+
+def _block_rows(changed: dict[str, Any], after: Snapshot) -> list[tuple[object, ...]]:
     rates = (
         ("hit", changed["hits_per_second"], after.hits),
         ("miss", changed["misses_per_second"], after.misses),
         ("put", changed["puts_per_second"], after.puts),
         ("evicted", changed["evictions_per_second"], after.evictions),
     )
-    now = changed["hit_share"]
+    asked = sum(after.matched.values())
     return [
-        ("hit share", "-" if now is None else f"{now:.1%}", share(total_hits, after.lookups)),
+        ("hit rate", _percent(changed["hit_rate"]), share(after.matched.get("held", 0), asked)),
+        (
+            "found by get",
+            _percent(changed["hit_share"]),
+            share(sum(after.hits.values()), after.lookups),
+        ),
         *(
             (f"{label}, {name}", f"{rate:.1f}", totals[name])
             for label, by_name, totals in rates
-            for name, rate in by_name.items()
+            for name, rate in sorted(by_name.items())
             if totals[name]
         ),
         ("demoted", f"{changed['demotions_per_second']:.1f}", after.demotions),
         ("promoted", f"{changed['promotions_per_second']:.1f}", after.promotions),
     ]
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"

@@ -374,6 +374,26 @@ class NodeSnapshot(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MatchedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CLOCK_FIELD_NUMBER: _builtins.int
     LOOKUPS_FIELD_NUMBER: _builtins.int
     HITS_FIELD_NUMBER: _builtins.int
@@ -388,6 +408,7 @@ class NodeSnapshot(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     LATENCIES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    MATCHED_FIELD_NUMBER: _builtins.int
     clock: _builtins.float
     lookups: _builtins.int
     demotions: _builtins.int
@@ -409,6 +430,8 @@ class NodeSnapshot(_message.Message):
     def latencies(self) -> _containers.MessageMap[_builtins.str, Global___Latency]: ...
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierReport]: ...
+    @_builtins.property
+    def matched(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -426,10 +449,11 @@ class NodeSnapshot(_message.Message):
         reservations: _builtins.int = ...,
         latencies: _abc.Mapping[_builtins.str, Global___Latency] | None = ...,
         tiers: _abc.Iterable[Global___TierReport] | None = ...,
+        matched: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "demotions", b"demotions", "evictions", b"evictions", "hits", b"hits", "latencies", b"latencies", "lookups", b"lookups", "misses", b"misses", "moved_bytes", b"moved_bytes", "pins", b"pins", "promotions", b"promotions", "puts", b"puts", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "demotions", b"demotions", "evictions", b"evictions", "hits", b"hits", "latencies", b"latencies", "lookups", b"lookups", "matched", b"matched", "misses", b"misses", "moved_bytes", b"moved_bytes", "pins", b"pins", "promotions", b"promotions", "puts", b"puts", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -262,6 +262,8 @@ class Snapshot:
     reservations: int
     latencies: Mapping[str, Latency]
     tiers: tuple[TierReport, ...]
+    matched: Mapping[str, int] = field(default_factory=dict)
+    """Blocks asked for by match and exists, ``held`` or ``absent``; they are no lookups."""
 
 
 class ControlTarget(Protocol):

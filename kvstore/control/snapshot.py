@@ -23,6 +23,7 @@ def take(metrics: Metrics, clock: float, tiers: Sequence[TierReport]) -> Snapsho
         reservations=metrics.reservations,
         latencies={name: _latency(seen) for name, seen in metrics.latencies().items()},
         tiers=tuple(tiers),
+        matched={str(answer): count for answer, count in metrics.matched.items()},
     )
 
 

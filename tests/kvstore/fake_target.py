@@ -102,6 +102,7 @@ class FakeTarget:
             reservations=0,
             latencies={"match": interface.Latency(10, 1e-5, 1e-4)},
             tiers=self._tiers(),
+            matched={"held": self.lookups // 5, "absent": self.lookups * 4 // 5},
         )
 
     async def namespaces(self) -> Sequence[interface.NamespaceReport]:

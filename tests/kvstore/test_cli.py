@@ -195,7 +195,7 @@ def test_match_tokens(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     file.write_text(json.dumps(TOKENS))
     status, out, _ = cli("match", "-n", name, "--tokens", f"@{file}")
     assert status == main.FAILED
-    assert "6 of 10 blocks are held (24 tokens)" in out
+    assert "6 of 10 blocks held (24 tokens)." in out
     file.write_text("\n".join(map(str, TOKENS[:12])))
     found = answer(cli, "match", "-n", name, "--tokens", f"@{file}")
     assert (found["asked"], found["blocks"], found["tokens"]) == (3, 3, 12)
@@ -306,7 +306,7 @@ def test_what_the_node_refuses_is_status_one(cli: Cli, target: FakeTarget) -> No
 def test_evict_and_flush(cli: Cli, target: FakeTarget) -> None:
     status, out, _ = cli("evict", HASHES[1].hex())
     assert status == main.FAILED
-    assert out.strip() == "4 blocks left (4 MiB); 1 stayed: pinned or in use."
+    assert out.strip() == "Dropped 4 blocks (4 MiB); 1 stayed: pinned or in use."
     assert target.asked[-1] == ("evict", NAMESPACE.fingerprint, HASHES[1])
     cli("evict", "--all", "-n", OTHER.fingerprint.hex())
     assert target.asked[-1] == ("evict", OTHER.fingerprint, None)
@@ -317,7 +317,7 @@ def test_evict_and_flush(cli: Cli, target: FakeTarget) -> None:
 def test_verify(cli: Cli, target: FakeTarget) -> None:
     status, out, err = cli("verify", "--tier", "ssd")
     assert (status, err) == (0, "")
-    assert "6 blocks checked: 0 corrupt" in out
+    assert "Checked 6 blocks: 0 corrupt" in out
     assert target.asked[-1] == ("verify", None, "ssd")
     target.corrupt = 1
     found = answer(cli, "verify", status=1)
@@ -330,6 +330,7 @@ def test_top_once(cli: Cli) -> None:
     seen = answer(cli, "top", "--once", "-i", "0.1")
     assert seen["lookups_per_second"] == 100
     assert seen["hit_share"] == 0.75
+    assert seen["hit_rate"] == 0.2
     assert seen["bytes_per_second"] == {"shm out": 100 << 20}
     status, out, _ = cli("top", "--once", "-i", "0.1")
     assert status == 0

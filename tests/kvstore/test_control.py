@@ -78,9 +78,9 @@ async def test_every_answer_crosses_the_wire_unchanged(
     found = await node.find(leaf.hex()[:8], None, 2)
     assert found == [interface.BlockName(name, leaf)]
     seen, direct = await node.snapshot(), await target.snapshot()
-    assert replace(seen, clock=0, lookups=0, hits={}, misses={}, moved_bytes={}) == replace(
-        direct, clock=0, lookups=0, hits={}, misses={}, moved_bytes={}
-    )
+    assert replace(
+        seen, clock=0, lookups=0, hits={}, misses={}, moved_bytes={}, matched={}
+    ) == replace(direct, clock=0, lookups=0, hits={}, misses={}, moved_bytes={}, matched={})
 
 
 async def test_pages_follow_each_other(node: ControlClient) -> None:

@@ -324,7 +324,7 @@ class TestSizes:
 
     def test_says_when_the_file_system_is_too_small(self, tmp_path: Path) -> None:
         tier = make(tmp_path, 8 << 40)
-        with pytest.raises(TierConfigError, match=r"needs \d+ bytes .* has room for \d+"):
+        with pytest.raises(TierConfigError, match=r"needs [\d.]+ GiB .* has room for [\d.]+ GiB"):
             tier.open()
         assert (tmp_path / "regions").stat().st_size == 0
         with make(tmp_path):

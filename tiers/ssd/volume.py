@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _FIXED_OVERHEAD: Final = 2 * PAGE
 """The superblock and the lock file."""
 _LEAST_BOOKKEEPING: Final = 64 << 10
+_GIB: Final = 1 << 30
 _BOOKKEEPING_SHIFT: Final = 10
 """File systems count their maps of a file's blocks as part of it: allow 1/1024 for them."""
 
@@ -153,8 +154,8 @@ def _grow(device: Device, size: int) -> None:
         else:
             return
     raise TierConfigError(
-        f"the ssd tier needs {size} bytes on its file system, which has room for {room}: "
-        "lower the ssd capacity or free some space"
+        f"the ssd tier needs {size / _GIB:.1f} GiB on its file system, which has room for "
+        f"{room / _GIB:.1f} GiB: lower ssd.capacity or free some space"
     )
 
 

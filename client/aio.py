@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from client import operations
+from client import forks, operations
 from client.buffers import Buffers
 from client.endpoint import Settings
 from client.health import Health
@@ -57,6 +57,7 @@ class AsyncClient:
         self._opening = asyncio.Lock()
         self._addresses: list[tuple[socket.AddressFamily, Any]] = []
         self._closed = False
+        forks.watch(self)
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -162,6 +163,13 @@ class AsyncClient:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+
+    def begin_anew(self) -> None:
+        """As ``Client.begin_anew``; the child's first call binds the client to its event loop."""
+        if self._wire is not None:
+            self._wire.disown()
+            self._wire = None
+        self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncClient:
         return self

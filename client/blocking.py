@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
-from client import operations
+from client import forks, operations
 from client.buffers import Buffers
 from client.endpoint import Settings
 from client.lane import Lane
@@ -41,7 +41,8 @@ class Client:
 
     Threads that call at once get sessions of their own, up to four; more wait for each other. No
     thread runs between calls, except one that fills page tables for a while after memory was
-    mapped, which ``close`` ends.
+    mapped, which ``close`` ends. In the child of a fork a client opens sessions of its own; views
+    that the parent had open are not ``valid`` there.
 
     Args:
         settings: where the node is and what is asked of it.
@@ -63,6 +64,7 @@ class Client:
         self._waiting = 0
         self._closed = False
         self._session = NO_SESSION
+        forks.watch(self)
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -255,6 +257,16 @@ class Client:
                 lane.close()
             self._lanes.clear()
             self._idle.clear()
+
+    def begin_anew(self) -> None:
+        """Leave all sessions to the parent, in the child of a fork. Called by ``client.forks``."""
+        for lane in self._lanes:
+            if lane.wire is not None:
+                lane.wire.disown()
+        self._lanes = []
+        self._idle = deque()
+        self._changed = threading.Condition()
+        self._waiting = 0
 
     def __enter__(self) -> Client:
         return self

@@ -224,6 +224,11 @@ class StreamWire:
         if isinstance(self._caller.broken, ProtocolError):
             logger.warning("the node talked nonsense: %s", self._caller.broken)
 
+    def disown(self) -> None:
+        """Leave the session to the process that this one was forked from."""
+        self.closed = True
+        self._stream.disown()
+
     def _let_go(self) -> None:
         """Give back the memory. Not under a copy: the node gives it to others then."""
         self._stream.close()

@@ -215,6 +215,11 @@ class Wire:
         if isinstance(self._caller.broken, ProtocolError):
             logger.warning("the node talked nonsense: %s", self._caller.broken)
 
+    def disown(self) -> None:
+        """Leave the session to the process that this one was forked from."""
+        self.closed = True
+        self._socket.close()
+
     # --- steps ---------------------------------------------------------------------------------
 
     def _do(self, step: Step, end: float) -> Any:
@@ -340,9 +345,11 @@ class Wire:
         left = end - time.monotonic()
         if left <= 0:
             self._abandon(pending)
-        elif left > _SLACK or self._wait(select.POLLIN, end):
-            if not (self._receive_into(self._caller.get_buffer()) or self.closed):
-                self._wait(select.POLLIN, end)
+            return
+        if left < _SLACK and not self._wait(select.POLLIN, end):
+            return
+        if not (self._receive_into(self._caller.get_buffer()) or self.closed):
+            self._wait(select.POLLIN, end)
 
     def _wait(self, event: int, end: float) -> bool:
         """Wait, whatever signals come; returns whether the socket was ready in time."""

@@ -63,6 +63,10 @@ class _Share:
             except ValueError as error:
                 self.error = error
 
+    def drop_rest(self) -> None:
+        """Let nobody take another piece; where all went well there is none."""
+        self._pieces.clear()
+
 
 class Copier:
     """Copies with two threads where that pays: one core does not use all of memory's bandwidth.
@@ -93,8 +97,11 @@ class Copier:
                 return
             share = _Share(pairs)
             self._shares.put(share)
-            share.work()
-            share.left.acquire()
+            try:
+                share.work()
+            finally:
+                share.drop_rest()
+                share.left.acquire()
             if share.error is not None:
                 raise share.error
         finally:

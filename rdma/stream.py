@@ -413,6 +413,11 @@ class SocketStream(Generic[E]):
             if frame.on_sent is not None:
                 frame.on_sent(False)
 
+    def disown(self) -> None:
+        """Close only this process's end, in the child of a fork: the loop is the parent's."""
+        self._closed = True
+        self._sock.close()
+
     def _finish_now(self) -> None:
         if not self._closed and not self._queue:
             self._end(None)

@@ -133,6 +133,30 @@ def test_a_stopped_daemon_is_a_miss_in_time(
             time.sleep(0.02)
 
 
+def test_signals_do_not_stretch_a_deadline(daemon: DaemonProcess, kind: str) -> None:
+    """A signal restarts a wait within the kernel, and a profiler's come all the time."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    with CONNECT[kind](daemon.url, namespace(), transport="tcp", deadline=5.0) as client:
+        names, data = hashes(128), content(128)
+        client.match(names)
+        daemon.signal(signal.SIGSTOP)
+        watchdog = threading.Timer(4.0, daemon.signal, (signal.SIGCONT,))
+        watchdog.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            answer, took = timed(client.match, names, deadline=0.3)
+            assert answer.failure == "deadline_exceeded"
+            assert took < 0.3 + SLACK
+            big, took = timed(client.put, names, data, deadline=0.3)
+            assert big.stored == 0
+            assert took < 0.3 + SLACK
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+            watchdog.cancel()
+            daemon.signal(signal.SIGCONT)
+
+
 def test_a_large_put_to_a_stopped_daemon_ends_in_time(daemon: DaemonProcess, kind: str) -> None:
     big = Namespace("big", "uint8", "raw", 4, 1 << 20)
     data = np.zeros((4, 1 << 20), np.uint8)

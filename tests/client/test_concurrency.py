@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from client.blocking import MAX_LANES
 from kvstore.identity import Namespace, prefix_hashes
 from kvstore.protocol.frames import encode
 from kvstore.protocol.messages import GetAnswer, MatchAnswer
+from rdma.shm import ShmClientTransport
 from tests.client.scripted_node import NAMESPACE, Session, scripted_node
 from tests.running import DaemonThread, make_config, wait_for
 
@@ -266,3 +268,61 @@ async def test_answers_may_come_out_of_order(tmp_path: Path) -> None:
             assert match.blocks == 3
             assert (await get).found == 1
             assert into == b"a" * 1000
+
+
+class Held:
+    """Holds up the first copy to shared memory until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        fill = ShmClientTransport.fill
+
+        def held(*arguments: Any) -> Any:
+            self.begun.set()
+            assert self.go.wait(10.0)
+            return fill(*arguments)
+
+        monkeypatch.setattr(ShmClientTransport, "fill", held)
+
+
+def test_memory_is_not_given_back_while_a_thread_writes_to_it(
+    daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    metrics = daemon.daemon.metrics
+    client = kvstore.connect(daemon.url, namespace("held"), deadline=20.0)
+    names, data = chain(77)
+    with ThreadPoolExecutor(2) as pool:
+        put = pool.submit(client.put, names, data)
+        assert held.begun.wait(10.0)
+        closing = pool.submit(client.close)
+        time.sleep(0.2)
+        reserved = metrics.reservations
+        held.go.set()
+        closing.result(10.0)
+        assert put.result(10.0).stored in (0, len(names))
+    assert reserved == len(names)
+    wait_for(lambda: (metrics.reservations, metrics.sessions) == (0, 0))
+
+
+def test_memory_is_not_given_back_while_an_executor_writes_to_it(
+    daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    metrics = daemon.daemon.metrics
+    names, data = chain(78, blocks=80)
+
+    async def run() -> int:
+        client = await kvstore.aconnect(daemon.url, namespace("held"), deadline=20.0)
+        put = asyncio.create_task(client.put(names, data))
+        assert await asyncio.to_thread(held.begun.wait, 10.0)
+        await client.close()
+        await asyncio.sleep(0.2)
+        reserved = metrics.reservations
+        held.go.set()
+        assert (await put).stored in (0, len(names))
+        return reserved
+
+    assert asyncio.run(run()) == len(names)
+    wait_for(lambda: (metrics.reservations, metrics.sessions) == (0, 0))

@@ -121,17 +121,21 @@ class SegmentMap:
         Raises:
             BadPlace: a place lies outside the segments mapped.
         """
-        whole = self._readonly
-        try:
-            views = [
-                whole[place >> SEGMENT_SHIFT][(start := place & OFFSET_MASK) : start + length]
-                for place in places
-            ]
-        except KeyError as error:
-            raise BadPlace(f"segment {error} is not mapped") from None
-        if list(map(len, views)).count(length) != len(views):
-            raise BadPlace("a block lies outside its segment")
-        return views
+        if not places:
+            return []
+        number = min(places) >> SEGMENT_SHIFT
+        first, memory = number << SEGMENT_SHIFT, self._readonly.get(number)
+        if memory is not None and max(places) + length <= first + len(memory):
+            # All in one segment, as nearly always: one look at its bounds is enough.
+            return [memory[(start := place - first) : start + length] for place in places]
+        return [self._view(place, length) for place in places]
+
+    def _view(self, place: int, length: int) -> memoryview:
+        memory = self._readonly.get(place >> SEGMENT_SHIFT)
+        start = place & OFFSET_MASK
+        if memory is None or start + length > len(memory):
+            raise BadPlace("a block lies outside the segments mapped")
+        return memory[start : start + length]
 
     def writable(self, place: int, length: int) -> memoryview:
         """Return ``length`` writable bytes at ``place``.

@@ -150,14 +150,12 @@ class Call(Generic[A]):
     def succeed(self, answer: A) -> None:
         """Give the call its answer."""
         self._answer = answer
-        self._finish()
+        self.done = True
+        self.sink = None
 
     def fail(self, error: KVStoreError) -> None:
         """Give the call an error."""
         self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
         self.done = True
         self.sink = None
 

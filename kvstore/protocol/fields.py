@@ -86,10 +86,9 @@ def integers(value: object, high: int, most: int, what: str) -> list[int]:
     """Return ``value`` if it is a list of at most ``most`` integers from 0 to ``high``."""
     if type(value) is not list or len(value) > most:
         wrong(f"{what} must be a list of at most {most} integers")
-    if not value:
-        return value
-    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > high:
-        wrong(f"{what} must be integers from 0 to {high}")
+    for number in value:
+        if type(number) is not int or not 0 <= number <= high:
+            wrong(f"{what} must be integers from 0 to {high}")
     return value
 
 

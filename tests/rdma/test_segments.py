@@ -59,6 +59,22 @@ def test_places_outside_are_refused(segments: SegmentMap, memory: NodeMemory) ->
             segments.writable(place, 64)
 
 
+def test_one_call_shows_places_of_several_segments(
+    segments: SegmentMap, memory: NodeMemory
+) -> None:
+    add(segments, memory, 1)
+    add(segments, memory, 2)
+    places = [place_of(2, 64), place_of(1, SIZE - 64), place_of(2, 0)]
+    for number, place in enumerate(places):
+        memory.view(place, 64)[:] = bytes([number]) * 64
+    assert [bytes(view) for view in segments.views(places, 64)] == [
+        bytes([number]) * 64 for number in range(3)
+    ]
+    assert segments.views([], 64) == []
+    with pytest.raises(BadPlace):
+        segments.views([*places, place_of(1, SIZE - 63)], 64)
+
+
 def test_a_segment_that_is_shorter_than_said_is_refused(segments: SegmentMap) -> None:
     fd = os.memfd_create("short", os.MFD_CLOEXEC)
     os.ftruncate(fd, 4096)

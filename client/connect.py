@@ -63,7 +63,10 @@ async def aconnect(
     token: str | None = None,
     required: bool = True,
 ) -> AsyncClient:
-    """Make an asyncio client; otherwise as ``connect``."""
+    """Make an asyncio client; otherwise as ``connect``.
+
+    It is a coroutine, so that a ``with`` block begins ``async with await kvstore.aconnect(...)``.
+    """
     client = AsyncClient(_settings(url, namespace, shard, transport, token, deadline), deadline)
     try:
         await client.open()

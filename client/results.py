@@ -31,6 +31,12 @@ def leading_hits(codes: bytes) -> int:
     return len(codes) if first_miss < 0 else first_miss
 
 
+def _shown(counts: dict[str, int], failure: str | None) -> str:
+    """What a result looks like at a prompt: how many blocks of each kind, and why no more."""
+    parts = [f"{name}={count}" for name, count in counts.items() if count or name == "blocks"]
+    return ", ".join(parts if failure is None else [*parts, f"failure={failure!r}"])
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """How far a prefix reaches.
@@ -42,6 +48,9 @@ class Match:
 
     codes: bytes
     failure: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Match({_shown({'blocks': self.blocks, **tier_counts(self.codes)}, self.failure)})"
 
     @property
     def blocks(self) -> int:
@@ -66,6 +75,11 @@ class GetResult:
 
     codes: bytes
     failure: str | None = None
+
+    def __repr__(self) -> str:
+        counts = {"blocks": len(self.codes), **tier_counts(self.codes)}
+        counts["absent"] = len(self.codes) - self.found
+        return f"GetResult({_shown(counts, self.failure)})"
 
     @property
     def hits(self) -> list[bool]:
@@ -100,6 +114,10 @@ class PutResult:
 
     codes: bytes
     failure: str | None = None
+
+    def __repr__(self) -> str:
+        counts = {name: self.codes.count(code) for code, name in enumerate(_OUTCOMES)}
+        return f"PutResult({_shown(counts, self.failure)})"
 
     @property
     def stored(self) -> int:

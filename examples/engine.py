@@ -17,7 +17,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvstore
-from client.transformers import layout_of
 
 SEED = 20_240
 VOCABULARY = 8_192
@@ -122,7 +121,7 @@ def main() -> int:
     arguments = parser.parse_args()
     model = build_model()
     answer(model, None, text("warm-up", 64))
-    layout = layout_of(model, BLOCK_TOKENS)
+    layout = kvstore.layout_of(model, BLOCK_TOKENS)
     namespace = layout.namespace("demo-llama", revision=f"seed-{SEED}")
     with kvstore.connect(arguments.url, namespace, deadline=2.0) as client:
         cache = kvstore.PrefixCache(client, model, layout)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from client.layout import HeadMajorLayout
     from client.prefix import AsyncPrefixes, Prefixes
     from client.results import ClientStats, GetResult, Match, PutResult
-    from client.transformers import PrefixCache
+    from client.transformers import PrefixCache, layout_of
     from kvstore.errors import KVStoreError
     from kvstore.identity import ROOT_PARENT, ExtraKey, ExtraKind, Namespace, prefix_hashes
 
@@ -41,6 +41,7 @@ __all__ = [
     "PutResult",
     "aconnect",
     "connect",
+    "layout_of",
     "prefix_hashes",
 ]
 
@@ -62,6 +63,7 @@ _HOMES: Final = {
     "ROOT_PARENT": "kvstore.identity",
     "aconnect": "client.connect",
     "connect": "client.connect",
+    "layout_of": "client.transformers",
     "prefix_hashes": "kvstore.identity",
 }
 

@@ -101,6 +101,12 @@ class MetricsCollector(Collector):
             [((outcome,), seen.puts[outcome]) for outcome in get_args(PutOutcome)],
         )
         yield _counter(
+            "kvstore_pulled_blocks",
+            "Blocks to be pulled from other nodes, by outcome.",
+            ("outcome",),
+            [((outcome,), seen.pulls[outcome]) for outcome in get_args(PutOutcome)],
+        )
+        yield _counter(
             "kvstore_requests",
             "Requests answered, by operation.",
             ("operation",),

@@ -98,6 +98,8 @@ class Metrics:
     """Payload bytes; ``in`` is towards the node."""
     puts: Counter[PutOutcome] = field(default_factory=Counter)
     """Blocks offered by put, by what became of them."""
+    pulls: Counter[PutOutcome] = field(default_factory=Counter)
+    """Blocks that other nodes hold and this one wanted, by what became of them."""
     evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)
     """Extents given up, by tier and reason."""
     demotions: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
@@ -21,7 +22,7 @@ from kvstore.entry import Entry, ShardIndex
 from kvstore.errors import ParentAbsent
 from kvstore.identity import Namespace
 from kvstore.index import Index
-from kvstore.metrics import Metrics
+from kvstore.metrics import Metrics, PutOutcome
 from kvstore.protocol.messages import BUSY, FILL, HELD, REFUSED
 from kvstore.reservation import Reservation
 from tiers.dram import DramTier
@@ -125,6 +126,7 @@ class Node:
         *,
         number: int,
         most: int,
+        outcomes: Counter[PutOutcome] | None = None,
     ) -> tuple[bytes, Reservation | None]:
         """Reserve what is missing of a chain of blocks.
 
@@ -135,6 +137,7 @@ class Node:
             hashes: the chain, each block the parent of the next.
             number: the reservation's name.
             most: blocks that may be reserved at most.
+            outcomes: where to count what becomes of the blocks; the puts by default.
 
         Returns:
             A verdict for each hash, and the reservation if any block is to be filled.
@@ -142,21 +145,23 @@ class Node:
         Raises:
             ParentAbsent: the parent of the first block is not held.
         """
+        if outcomes is None:
+            outcomes = self.metrics.puts
         if parent in shard.reserved:
             # Below a block that is being written nothing can be committed before it is.
-            self.metrics.puts["busy"] += len(hashes)
+            outcomes["busy"] += len(hashes)
             return bytes([BUSY]) * len(hashes), None
         self._fit_policy()
         now = self.clock()
         blocks: dict[int, Entry] = {}
         verdicts = self._reserve_chain(shard, owner, parent, hashes, most, now, blocks)
         for outcome, verdict in (("held", HELD), ("busy", BUSY), ("refused", REFUSED)):
-            self.metrics.puts[outcome] += verdicts.count(verdict)  # type: ignore[index]
+            outcomes[outcome] += verdicts.count(verdict)  # type: ignore[index]
         if not blocks:
             return bytes(verdicts), None
         self.metrics.reservations += len(blocks)
         self.on_growth()
-        return bytes(verdicts), Reservation(number, blocks, now + RESERVATION_SECONDS)
+        return bytes(verdicts), Reservation(number, blocks, now + RESERVATION_SECONDS, outcomes)
 
     def _reserve_chain(
         self,
@@ -249,8 +254,8 @@ class Node:
             self.departures.returned(shard.namespace, shard.number, entry.hash)
             self._wake(entry)
         self._let_go([entry for _, entry in ready])
-        self.metrics.puts["stored"] += len(committed)
-        self.metrics.puts["aborted"] += len(ready) - len(committed)
+        reservation.outcomes["stored"] += len(committed)
+        reservation.outcomes["aborted"] += len(ready) - len(committed)
         return committed
 
     def touch(self, entries: Sequence[Entry]) -> None:
@@ -267,7 +272,7 @@ class Node:
         entries = list(reservation.blocks.values())
         reservation.blocks.clear()
         self._let_go(entries)
-        self.metrics.puts["aborted"] += len(entries)
+        reservation.outcomes["aborted"] += len(entries)
 
     def _let_go(self, entries: Sequence[Entry]) -> None:
         self.metrics.reservations -= len(entries)

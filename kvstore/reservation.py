@@ -1,4 +1,4 @@
-"""A reservation: the blocks of one put between reserve and commit. Pure.
+"""A reservation: the blocks of one put, or pull, between reserve and commit. Pure.
 
 The blocks of a reservation form a chain. They become visible one by one, from the first on, however
 their bytes arrive: a block that is filled before its parent is committed waits for it. So a put
@@ -10,11 +10,13 @@ the reservation lets go of it, whatever happens to its entry meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.entry import Entry
 from kvstore.errors import InvalidRequest
+from kvstore.metrics import PutOutcome
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class Reservation:
         number: names the reservation within its session.
         blocks: the blocks not yet committed, by their position in the request, in order.
         expires: seconds on the node's clock after which others may store these blocks.
+        outcomes: what becomes of the blocks is counted here.
         checksums: crc32c of the payload by position, where the client gave it.
         checking: positions whose bytes are being checked and must not change meanwhile.
     """
@@ -32,6 +35,7 @@ class Reservation:
     number: int
     blocks: dict[int, Entry]
     expires: float
+    outcomes: Counter[PutOutcome] = field(default_factory=Counter)
     checksums: dict[int, int] = field(default_factory=dict)
     checking: set[int] = field(default_factory=set)
     _filled: set[int] = field(default_factory=set)

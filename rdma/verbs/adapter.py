@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import select
 import threading
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from rdma.verbs.errors import DeviceError
 from rdma.verbs.settings import MTUS
 
 __all__ = ["DEVICE_FAILED", "PORT_ACTIVE", "PORT_DOWN", "Adapter", "Limits", "open_adapter"]
+
+_log = logging.getLogger(__name__)
 
 DEVICE_FAILED: Final = 8
 PORT_ACTIVE: Final = 9
@@ -67,6 +71,7 @@ class Adapter:
         self.choice = choice
         self.binding: Binding = load()
         binding = self.binding
+        self._owns_context = True
         try:
             self.context, self.event_fd = with_event_fd(
                 lambda: binding.device.Context(name=choice.device)
@@ -83,6 +88,24 @@ class Adapter:
 
     def __repr__(self) -> str:
         return f"<Adapter {self.choice} MTU {self.mtu}>"
+
+    def compartment(self) -> Adapter:
+        """Return this device with a protection domain of its own, to be closed before this one.
+
+        A queue pair made there can touch what is registered there, and nothing else.
+
+        Raises:
+            DeviceError: the device refused.
+        """
+        apart = copy.copy(self)
+        apart._owns_context = False
+        try:
+            apart.domain = self.binding.pd.PD(self.context)
+        except self.binding.Error as error:
+            raise DeviceError(
+                f"{self.choice.device} makes no protection domain: {error}"
+            ) from error
+        return apart
 
     def drain_events(self, on_event: Callable[[int], None]) -> None:
         """Take note of what the device says of itself, without waiting.
@@ -109,8 +132,13 @@ class Adapter:
 
     def close(self) -> None:
         """Give the device back; may be called again."""
-        self.domain.close()
-        self.context.close()
+        try:
+            self.domain.close()
+            if self._owns_context:
+                self.context.close()
+        except self.binding.Error as error:
+            # Only a device that is gone refuses.
+            _log.warning("%s cannot be closed: %s", self.choice.device, error)
 
 
 def _limits(attributes: Any) -> Limits:

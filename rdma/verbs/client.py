@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from rdma.errors import BadPlace, TransportError
-from rdma.region import Region
+from rdma.errors import BadPlace, RegionError, TransportError
+from rdma.region import Region, RegionCache
 from rdma.transport import ClientTransport
 from rdma.verbs.adapter import Adapter, open_adapter
 from rdma.verbs.buffers import ClientMemory
 from rdma.verbs.choice import Wish
 from rdma.verbs.errors import DeviceError
 from rdma.verbs.handshake import describe, parse
-from rdma.verbs.memory import VerbsRegistrar
+from rdma.verbs.memory import Registration, VerbsRegistrar
 from rdma.verbs.queue import QueuePair
 from rdma.verbs.settings import QueueSettings
 
@@ -26,15 +29,21 @@ class ClientDevice:
 
     Args:
         adapter: the device; closed with this.
+        readable: whether nodes may read what they may write.
 
     Attributes:
         adapter: as given.
         memory: what is registered, for all connections.
+        pairs: queue pairs of its connections.
+        inherited: whether the process was forked since: all this is the parent's then.
+        proof: what nodes may read where ``readable`` is false; see ``handshake.Endpoint``.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, *, readable: bool = True) -> None:
         self.adapter = adapter
-        self.memory = ClientMemory(VerbsRegistrar(adapter, shared=True))
+        self.pairs: weakref.WeakSet[QueuePair] = weakref.WeakSet()
+        self.inherited = False
+        self.memory = ClientMemory(VerbsRegistrar(adapter, shared=True, readable=readable))
         try:
             # Nothing ever completes here, but a queue pair can't be without.
             self.completions: Any = adapter.binding.cq.CQ(adapter.context, 1, None, None, 0)
@@ -43,10 +52,27 @@ class ClientDevice:
             raise DeviceError(
                 f"{adapter.choice.device} makes no completion queue: {error}"
             ) from error
+        self.proof: tuple[int, int] | None = None
+        if not readable:
+            self._offer_proof()
+
+    def _offer_proof(self) -> None:
+        page = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).toreadonly()
+        self._provable = RegionCache(VerbsRegistrar(self.adapter, shared=True))
+        try:
+            region = self._provable.acquire(page)
+        except RegionError:
+            self.completions.close()
+            raise
+        registration = region.registration
+        assert isinstance(registration, Registration)
+        self.proof = registration.base, registration.remote
 
     def close(self) -> None:
         """Deregister everything and give the device back."""
         self.memory.close()
+        if self.proof is not None:
+            self._provable.close()
         self.completions.close()
         self.adapter.close()
 
@@ -75,6 +101,48 @@ def shared_device(wish: Wish | None = None) -> ClientDevice:
         return device
 
 
+_kept: Final[list[tuple[ClientDevice, list[QueuePair]]]] = []
+"""What the parent of this process uses: what was finalized here would be destroyed there."""
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    _kept.extend((device, list(device.pairs)) for device in _shared.values())
+
+
+def _after_fork_in_parent() -> None:
+    del _kept[len(_kept) - len(_shared) :]
+    _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    for device in _shared.values():
+        device.inherited = True
+    _shared.clear()
+    _lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+def _replace(failed: ClientDevice) -> ClientDevice:
+    """Open a shared device anew; whoever still uses the old one keeps it.
+
+    Raises:
+        DeviceError: it is not shared, or there is no device any more.
+    """
+    with _lock:
+        wish = next((wish for wish, device in _shared.items() if device is failed), None)
+        if wish is None:
+            raise DeviceError(f"{failed.adapter.choice.device} takes no more queue pairs")
+        del _shared[wish]
+    return shared_device(wish)
+
+
 class VerbsClientTransport(ClientTransport):
     """The client's half; one queue pair.
 
@@ -94,13 +162,14 @@ class VerbsClientTransport(ClientTransport):
         self, device: ClientDevice | None = None, settings: QueueSettings | None = None
     ) -> None:
         self._device = device if device is not None else shared_device()
+        settings = settings or QueueSettings()
+        try:
+            self._pair = self._make_pair(settings)
+        except DeviceError:
+            # It may have gone and come back since it was opened.
+            self._device = _replace(self._device)
+            self._pair = self._make_pair(settings)
         self._memory = self._device.memory
-        self._pair = QueuePair(
-            self._device.adapter,
-            self._device.completions,
-            settings or QueueSettings(),
-            active=False,
-        )
         self._named: dict[int, tuple[Sequence[int], list[Region]]] = {}
         self._closed = False
 
@@ -109,7 +178,7 @@ class VerbsClientTransport(ClientTransport):
 
     def offer(self) -> dict[str, object]:
         """Return what the node needs to connect its end."""
-        return describe(self._pair.local)
+        return describe(self._pair.local._replace(proof=self._device.proof))
 
     def accept(self, details: Mapping[str, object]) -> None:
         """Connect to the node's end; see :meth:`ClientTransport.accept`."""
@@ -152,10 +221,18 @@ class VerbsClientTransport(ClientTransport):
         if self._closed:
             return
         self._closed = True
+        if self._device.inherited:
+            return
         self._pair.destroy()
         for _, regions in self._named.values():
             self._memory.give_back(regions)
         self._named.clear()
+
+    def _make_pair(self, settings: QueueSettings) -> QueuePair:
+        device = self._device
+        pair = QueuePair(device.adapter, device.completions, settings, active=False)
+        device.pairs.add(pair)
+        return pair
 
     def _name(self, buffers: Sequence[memoryview]) -> Sequence[int]:
         if self._closed:

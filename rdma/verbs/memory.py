@@ -53,11 +53,13 @@ class VerbsRegistrar:
     Args:
         adapter: the device.
         shared: whether peers may read and, where it is writable, write the memory.
+        readable: whether peers that may write it may read it, too.
     """
 
-    def __init__(self, adapter: Adapter, *, shared: bool) -> None:
+    def __init__(self, adapter: Adapter, *, shared: bool, readable: bool = True) -> None:
         self._adapter = adapter
         self._shared = shared
+        self._readable = readable
 
     def register(self, address: int, length: int, writable: bool) -> Registration:
         """Register memory; its pages are pinned from here on.
@@ -87,7 +89,8 @@ class VerbsRegistrar:
     def _access(self, writable: bool) -> int:
         if self._shared:
             # No relaxed ordering: the node's answer comes by another way than its bytes.
-            return LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ if writable else REMOTE_READ
+            granted = REMOTE_READ if self._readable else 0
+            return granted | LOCAL_WRITE | REMOTE_WRITE if writable else granted
         # Relaxed ordering lets the device's writes overtake each other, not the completion.
         return RELAXED_ORDERING | (LOCAL_WRITE if writable else 0)
 

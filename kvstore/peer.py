@@ -1,0 +1,152 @@
+"""Another node, and the session that this one has with it, now and again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.peer_session import Greeting, PeerSession
+from kvstore.protocol.breaker import Breaker, Decision
+from rdma.transport import ClientTransport
+
+_log = structlog.get_logger(__name__)
+
+MakeHalves = Callable[[], Mapping[str, ClientTransport]]
+"""Makes this node's halves of the transports to offer, by name, the best first."""
+
+
+class Peer:
+    """Another node, asked about the blocks of one shard.
+
+    The session is opened when it is first needed, and again after it has ended. A peer that does
+    not answer is left alone for a while: what would be asked of it meanwhile fails at once.
+
+    Args:
+        greeting: where the node is, and what the session is for.
+        transports: makes the halves for each session.
+    """
+
+    def __init__(self, greeting: Greeting, transports: MakeHalves) -> None:
+        self._greeting = greeting
+        self._transports = transports
+        self._session: PeerSession | None = None
+        self._opening: asyncio.Task[PeerSession] | None = None
+        self._breaker = Breaker()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Peer {self._greeting.host}:{self._greeting.port} {self._breaker.state}>"
+
+    @property
+    def session(self) -> PeerSession | None:
+        """The session there is; it says which node answers, and over which transport."""
+        return self._session
+
+    async def ready(self, deadline: float) -> PeerSession:
+        """The session to use now; where there is none, one is opened, and all wait for it.
+
+        Args:
+            deadline: when to give up, on the event loop's clock.
+
+        Raises:
+            KVStoreError: there is none, and none can be had now.
+        """
+        session = self._healthy()
+        if session is None and self._opening is None:
+            session = self._admit(deadline)
+        if session is not None:
+            return session
+        assert self._opening is not None
+        try:
+            async with asyncio.timeout_at(deadline):
+                # Shielded: others wait for it, too.
+                return await asyncio.shield(self._opening)
+        except TimeoutError as error:
+            raise DeadlineExceeded("no session with the peer before the deadline") from error
+        except asyncio.CancelledError:
+            if self._closed:
+                raise Unavailable("this node asks its peers nothing any more") from None
+            raise
+
+    def answered(self) -> None:
+        """Take note that the peer has answered."""
+        self._breaker.answered()
+
+    def judge(self, session: PeerSession, heard: int, error: KVStoreError) -> None:
+        """Draw conclusions from a call that failed.
+
+        Args:
+            session: that it was made in.
+            heard: how many answers had come there before.
+            error: what it failed with.
+        """
+        if session is not self._session:
+            return
+        if session.heard != heard:
+            self._breaker.answered()
+        elif isinstance(error, DeadlineExceeded):
+            self._breaker.timed_out(_now())
+        if session.closed:
+            self._lose()
+
+    def close(self) -> None:
+        """End the session; calls under way fail, and no other is opened."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._session is not None:
+            self._session.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _healthy(self) -> PeerSession | None:
+        session = self._session
+        if session is not None and session.closed:
+            self._lose()
+            return None
+        return None if self._breaker.suspect else session
+
+    def _admit(self, deadline: float) -> PeerSession | None:
+        """The session to try in spite of doubt; None where one is now being opened."""
+        if self._closed:
+            raise Unavailable("this node asks its peers nothing any more")
+        decision = self._breaker.decide(_now())
+        if decision is Decision.REFUSE:
+            raise Unavailable("the peer has just failed, and is left alone for a while")
+        if decision is Decision.TRY and self._session is not None:
+            return self._session
+        self._lose()
+        self._opening = asyncio.get_running_loop().create_task(self._open(deadline))
+        self._opening.add_done_callback(self._opened)
+        return None
+
+    async def _open(self, deadline: float) -> PeerSession:
+        session = await PeerSession.open(self._greeting, self._transports(), deadline)
+        _log.info("session with peer", peer=session.welcome.node, transport=session.transport)
+        return session
+
+    def _opened(self, opening: asyncio.Task[PeerSession]) -> None:
+        self._opening = None
+        if opening.cancelled():
+            return
+        if opening.exception() is not None:
+            self._breaker.connect_failed(_now())
+        elif self._closed:
+            opening.result().close()
+        else:
+            self._session = opening.result()
+            self._breaker.connection_made()
+
+    def _lose(self) -> None:
+        """Let go of the session there is."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+            self._breaker.connection_lost(_now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

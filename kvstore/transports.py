@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import structlog
+
 from kvstore.errors import InvalidRequest
 from kvstore.node import Node
 from kvstore.verbs import VerbsDevice
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
-from rdma.tcp import TcpNodeTransport
-from rdma.transport import NodeTransport
+from rdma.tcp import TcpClientTransport, TcpNodeTransport
+from rdma.transport import ClientTransport, NodeTransport
+
+_log = structlog.get_logger(__name__)
 
 
 class Chosen(NamedTuple):
@@ -62,6 +66,21 @@ def choose(
         else:
             reasons.append(f"{name[:64]!r}: not a transport of this node")
     raise InvalidRequest(f"no transport in common: {'; '.join(reasons)}")
+
+
+def to_pull(verbs: VerbsDevice) -> dict[str, ClientTransport]:
+    """This node's halves of the transports by which it can pull from another, the best first.
+
+    Args:
+        verbs: this node's RDMA device.
+    """
+    halves: dict[str, ClientTransport] = {}
+    try:
+        halves["rdma"] = verbs.pulling()
+    except TransportError as error:
+        _log.debug("no pull over rdma", reason=str(error))
+    halves["tcp"] = TcpClientTransport()
+    return halves
 
 
 def _mapping(offer: object) -> Mapping[str, object]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ import kvstore
 ENGINE = Path(__file__).with_name("engine.py")
 START_SECONDS = 30.0
 STOP_SECONDS = 30.0
-TABLE_WIDTH = 120
+TABLE_WIDTH = 80
 SETTINGS = {
     "DRAM__CAPACITY": "256MiB",
     "SSD__CAPACITY": "512MiB",
@@ -140,14 +141,15 @@ def run_engine(stage: Stage, url: str, console: Console) -> list[dict[str, Any]]
     """
     command = [sys.executable, str(ENGINE), url]
     command += ["--questions", str(stage.questions), "--turns", str(stage.turns)]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    total = stage.questions + stage.turns
     with (
         console.status(f"engine {stage.name}: loading the model") as status,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
     ):
         for line in process.stdout or ():
             rows.append(json.loads(line) | {"engine": stage.name})
-            status.update(f"engine {stage.name}: {len(rows)} requests answered")
+            status.update(f"engine {stage.name}: {len(rows)} of {total} requests answered")
     if process.returncode:
         raise DemoError(f"engine {stage.name} ended with {process.returncode}")
     return rows
@@ -155,12 +157,19 @@ def run_engine(stage: Stage, url: str, console: Console) -> list[dict[str, Any]]
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The results for people."""
-    shown = Table(title="KV cache reuse: a Llama on the CPU, block by block from the store")
+    shown = Table(
+        title="KV cache reuse: a Llama on the CPU, block by block from the store",
+        caption="prompt and reused: tokens; cold and cached: time to the first token;\n"
+        "same: whether the output is that of a run without the store",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     shown.add_column("engine")
-    shown.add_column("request")
-    for heading in ("prompt tokens", "tokens reused", "TTFT cold", "TTFT with cache", "faster"):
+    shown.add_column("request", no_wrap=True)
+    for heading in ("prompt", "reused", "cold", "cached", "faster"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("same output")
+    shown.add_column("same")
     engine = ""
     for row in rows:
         if engine and row["engine"] != engine:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
-from examples.demo import reused, table, verdict
+from rich.console import Console
+
+from examples.demo import TABLE_WIDTH, reused, table, verdict
 
 
 def rows(**changes: Any) -> list[dict[str, Any]]:
@@ -38,3 +41,13 @@ def test_a_later_process_that_reuses_nothing_is_a_failure() -> None:
     one[0]["reused"] = {}
     one[2]["reused"] = {"ssd": 1}
     assert verdict(one) is None
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    widest = {"request": "chat, turn 1", "prompt": 1406, "reused": {"dram": 1296, "ssd": 48}}
+    console = Console(file=StringIO(), width=TABLE_WIDTH)
+    assert TABLE_WIDTH == 80
+    shown = table(rows(**widest, cold=0.4, warm=0.03))
+    assert console.measure(shown).maximum <= TABLE_WIDTH
+    console.print(shown)
+    assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]

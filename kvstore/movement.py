@@ -27,7 +27,7 @@ from kvstore.departures import DepartureReason
 from kvstore.entry import Entry
 from kvstore.metrics import MissReason
 from kvstore.node import Node
-from kvstore.reclaim import plan_reclaim
+from kvstore.reclaim import depths_of, plan_reclaim
 from tiers.budget import WriteBudget
 from tiers.errors import CorruptBlock, TierError
 from tiers.ssd import SsdTier
@@ -42,6 +42,8 @@ _BATCH: Final = 16
 """Blocks demoted between two looks at the watermark."""
 _PAUSE_SECONDS: Final = 0.05
 """Wait before trying again after the budget was used up or nothing could go."""
+_MOST_AT_ONCE: Final = 128
+"""Blocks written between two looks at the clock."""
 _SPARE_REGIONS: Final = 2
 """Regions kept free: one for new blocks, one for those that reclaim writes again."""
 _MOST_RECLAIMS: Final = 8
@@ -239,7 +241,7 @@ class Movement:
             async with self._writing:
                 if self._node.clock() >= deadline:
                     break
-                await self._make_room()
+                await self._make_room(deadline)
                 if self._ssd.free_regions < self._spare:
                     break
                 # Others may have gone, or gone down, since.
@@ -251,12 +253,12 @@ class Movement:
         return written
 
     def _parts(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-        """Divide blocks into parts that put at most one more region to use."""
+        """Divide blocks into parts that take little time and put at most one more region to use."""
         part: list[Entry] = []
         size = 0
         for entry in entries:
             size += self._size(entry)
-            if part and size > self._region_bytes // 2:
+            if part and (size > self._region_bytes // 2 or len(part) >= _MOST_AT_ONCE):
                 yield part
                 part, size = [], self._size(entry)
             part.append(entry)
@@ -344,23 +346,26 @@ class Movement:
 
     # --- reclaim -------------------------------------------------------------------------------
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, deadline: float) -> None:
         for _ in range(_MOST_RECLAIMS):
             if self._ssd.free_regions >= self._spare:
                 return
             region = self._ssd.victim()
-            if region is None or not await self._reclaim(region):
+            if region is None or not await self._reclaim(region, deadline):
                 return
 
-    async def _reclaim(self, region: int) -> bool:
+    async def _reclaim(self, region: int, deadline: float) -> bool:
+        """Empty a region; returns whether that was done, and before the deadline."""
         residents = set(self._residents(region))
         loading = [task for entry, task in self._promotions.items() if entry in residents]
         await asyncio.gather(*loading, return_exceptions=True)
         plan = plan_reclaim(self._residents(region), self._region_bytes)
         for entry in plan.keep:
+            if self._node.clock() >= deadline:
+                return False
             await self._rewrite(entry)
         remaining = self._residents(region)
-        for entry in sorted(remaining, key=lambda entry: len(entry.path()), reverse=True):
+        for entry in sorted(remaining, key=depths_of(remaining).__getitem__, reverse=True):
             self._give_up(entry)
         if self._ssd.residents(region):
             return False

@@ -30,10 +30,30 @@ class ReclaimPlan:
     give_up: list[Entry]
 
 
+def depths_of(entries: Iterable[Entry]) -> dict[Entry, int]:
+    """How many blocks the prefix has that each entry ends; of their ancestors, too.
+
+    Each block is visited once, however many of the entries follow it.
+    """
+    depths: dict[Entry, int] = {}
+    for entry in entries:
+        path = []
+        step: Entry | None = entry
+        while step is not None and step not in depths:
+            path.append(step)
+            step = step.parent
+        depth = 0 if step is None else depths[step]
+        for one in reversed(path):
+            depth += 1
+            depths[one] = depth
+    return depths
+
+
 def plan_reclaim(residents: Iterable[Entry], region_bytes: int) -> ReclaimPlan:
     """Divide the residents of one region of ``region_bytes``."""
-    depths = {entry: len(entry.path()) for entry in residents}
-    by_worth = sorted(depths, key=lambda entry: (entry.last_use, -depths[entry]), reverse=True)
+    entries = list(residents)
+    depths = depths_of(entries)
+    by_worth = sorted(entries, key=lambda entry: (entry.last_use, -depths[entry]), reverse=True)
     room = int(region_bytes * KEPT_SHARE)
     keep: list[Entry] = []
     give_up: list[Entry] = []

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvstore.entry import IN_DRAM, Entry
 from kvstore.index import Index
-from kvstore.reclaim import plan_reclaim
+from kvstore.reclaim import depths_of, plan_reclaim
 
 SPARE_REGIONS: Final = 2
 """Regions kept free: one for new blocks, one for those that reclaim writes again."""
@@ -84,7 +84,8 @@ class SsdLog:
         plan = plan_reclaim(self._regions[region], self._region_blocks)
         for entry in plan.keep:
             self._rewrite(entry)
-        for entry in sorted(self._regions[region], key=lambda one: len(one.path()), reverse=True):
+        remaining = list(self._regions[region])
+        for entry in sorted(remaining, key=depths_of(remaining).__getitem__, reverse=True):
             self._give_up(entry)
         del self._regions[region]
         self._free += 1

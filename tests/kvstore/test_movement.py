@@ -8,6 +8,9 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kvstore.catalog import Catalog
 from kvstore.departures import DepartureReason, Departures
@@ -266,3 +269,25 @@ async def test_orphans_are_not_taken_up(tmp_path: Path) -> None:
         assert both.node.index.match([both.shard], chain) == b"\3" * 6
         assert orphan.hash not in both.shard.committed
         assert both.ssd.statistics().blocks == 6
+
+
+async def test_a_flush_ends_at_its_deadline_even_where_it_has_to_reclaim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hierarchy(tmp_path, ssd_bytes=8 * REGION, high=1.0) as levels:
+        for number in range(16):
+            chain = [name(number, depth) for depth in range(8)]
+            levels.put(chain)
+            await levels.movement.flush(float("inf"))
+            levels.node.touch([levels.entry(block) for block in chain])
+        levels.put([name(99, depth) for depth in range(8)])
+        store = levels.ssd.store
+
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            time.sleep(0.1)
+            return store(*arguments, **options)
+
+        monkeypatch.setattr(levels.ssd, "store", slowly)
+        began = time.monotonic()
+        await levels.movement.flush(began + 0.2)
+        assert time.monotonic() - began < 0.8

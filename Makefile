@@ -2,6 +2,7 @@
 #
 #   make demo        a real engine reuses KV across requests, processes and a daemon restart
 #   make test        the whole test suite
+#   make setup       only the environment, .venv; `source .venv/bin/activate` gives `kvstore`
 #   make test-rdma   the tests that need RoCEv2, in virtual machines that have it
 #   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
@@ -17,7 +18,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test test-rdma lint format types contracts proto proto-check wheel-check bench clean
 
 help:
-	@sed -n '3,9s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 

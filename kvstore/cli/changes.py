@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, Tier, Timeout, ask
+from kvstore.cli.options import (
+    AsJson,
+    ConfigFile,
+    Control,
+    Namespace,
+    Remote,
+    Tier,
+    Timeout,
+    ask,
+    offered,
+)
 from kvstore.cli.output import console, counted, print_json, short, table
 
 if TYPE_CHECKING:
@@ -153,7 +163,10 @@ def evict(
 
 
 def flush(
-    tier: Annotated[str, typer.Argument(metavar="TIER", help="dram or ssd.")],
+    tier: Annotated[
+        str,
+        typer.Argument(metavar="TIER", help="dram or ssd.", autocompletion=offered("dram", "ssd")),
+    ],
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+def offered(*values: str) -> Callable[[str], list[str]]:
+    """What the shell completes an option with."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ConfigFile = Annotated[
     Path | None,
@@ -43,7 +49,14 @@ Namespace = Annotated[
         "needed where the node holds one only.",
     ),
 ]
-Tier = Annotated[str | None, typer.Option("--tier", help="Only this tier: hbm, dram or ssd.")]
+Tier = Annotated[
+    str | None,
+    typer.Option(
+        "--tier",
+        help="Only this tier: hbm, dram or ssd.",
+        autocompletion=offered("hbm", "dram", "ssd"),
+    ),
+]
 
 
 class Remote(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile
+from kvstore.cli.options import AsJson, ConfigFile, offered
 from kvstore.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
@@ -58,8 +58,20 @@ Ssd = Annotated[str | None, typer.Option("--ssd", help="SSD capacity, such as 20
 SsdDirectory = Annotated[
     Path | None, typer.Option("--ssd-directory", help="Directory of the SSD tier.")
 ]
-LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
-LogFormat = Annotated[str | None, typer.Option("--log-format", help="console or json.")]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        help="debug, info, warning or error.",
+        autocompletion=offered("debug", "info", "warning", "error"),
+    ),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--log-format", help="console or json.", autocompletion=offered("console", "json")
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson
+from kvstore.cli.options import AsJson, offered
 from kvstore.cli.output import console, print_json, share, table
 from kvstore.cli.traces import (
     BlockSize,
@@ -34,7 +34,13 @@ Ssd = Annotated[
     typer.Option("--ssd", help="SSD capacities, likewise; 0 is no SSD.", show_default="0"),
 ]
 PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", help="lru, arc or fifo.", show_default="lru")
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="lru, arc or fifo.",
+        show_default="lru",
+        autocompletion=offered("lru", "arc", "fifo"),
+    ),
 ]
 Orphans = Annotated[
     bool,

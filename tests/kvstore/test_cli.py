@@ -472,6 +472,18 @@ def test_shell_completion_is_offered() -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "offer"),
+    [("flush d", "dram"), ("ls --tier ", "ssd"), ("simulate --policy f", "fifo")],
+)
+def test_shell_completion_knows_values(words: str, offer: str) -> None:
+    count = str(len(words.split(" ")))
+    ended = run_process(
+        _KVSTORE_COMPLETE="complete_bash", COMP_WORDS=f"kvstore {words}", COMP_CWORD=count
+    )
+    assert offer in ended.stdout.split()
+
+
 def test_a_reader_that_leaves_is_no_crash(address: Address) -> None:
     command = f"{sys.executable} -m kvstore ls --all --limit 1 --json | head -n 1"
     ended = subprocess.run(

@@ -64,6 +64,7 @@ class MetricsCollector(Collector):
         yield from self._traffic()
         yield from self._movement()
         yield from self._holdings()
+        yield from self._rdma()
         for name, histogram in self._metrics.latencies().items():
             yield _histogram(f"kvstore_{name}_seconds", f"Time taken by {name}.", histogram)
 
@@ -166,6 +167,34 @@ class MetricsCollector(Collector):
         yield transports
         yield _counter(
             "kvstore_sessions_opened", "Sessions accepted.", (), [((), seen.sessions_opened)]
+        )
+
+    def _rdma(self) -> Iterator[Metric]:
+        seen = self._metrics.rdma
+        for name, text, value in (
+            ("up", "Whether sessions can use the RDMA device.", int(seen.up)),
+            ("registered_bytes", "Bytes of the node's memory registered.", seen.registered_bytes),
+            ("queue_pairs", "Queue pairs connected.", seen.queue_pairs),
+        ):
+            yield GaugeMetricFamily(f"kvstore_rdma_{name}", text, value=value)
+        for name, text, value in (
+            ("device_openings", "How often the device was opened.", seen.openings),
+            ("queue_pairs_made", "Queue pairs made.", seen.queue_pairs_made),
+            ("chains", "Chains of work requests posted.", seen.chains),
+            ("work_requests", "Work requests posted.", seen.work_requests),
+        ):
+            yield _counter(f"kvstore_rdma_{name}", text, (), [((), value)])
+        yield _counter(
+            "kvstore_rdma_bytes",
+            "Payload posted: RDMA WRITEs to clients, RDMA READs from them.",
+            ("operation",),
+            [(("write",), seen.written_bytes), (("read",), seen.read_bytes)],
+        )
+        yield _counter(
+            "kvstore_rdma_failures",
+            "Queue pairs that ended in error, by reason.",
+            ("reason",),
+            [((reason,), count) for reason, count in seen.failures.items()],
         )
 
 

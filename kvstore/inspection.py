@@ -115,7 +115,8 @@ class Inspection(Administration):
         )
 
     def refresh(self) -> None:
-        """Bring the occupancy in the metrics up to date, before they are read."""
+        """Bring the occupancy and the device in the metrics up to date, before they are read."""
+        self._node.metrics.rdma = self._verbs.state()
         for report in self._tier_reports():
             self._node.metrics.occupancy[report.name] = Occupancy(
                 report.capacity, report.used, report.lost, report.blocks

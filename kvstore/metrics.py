@@ -79,6 +79,35 @@ class Occupancy:
     blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RdmaState:
+    """The RDMA device as it is now, and what it has done since the node started.
+
+    Attributes:
+        up: whether sessions can use it.
+        openings: how often it was opened; more than once after it failed.
+        registered_bytes: of the node's memory.
+        queue_pairs: connected now.
+        queue_pairs_made: since the start.
+        chains: of work requests posted.
+        work_requests: posted.
+        written_bytes: to clients.
+        read_bytes: from clients.
+        failures: queue pairs that ended in error, by reason.
+    """
+
+    up: bool = False
+    openings: int = 0
+    registered_bytes: int = 0
+    queue_pairs: int = 0
+    queue_pairs_made: int = 0
+    chains: int = 0
+    work_requests: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Metrics:
     """Everything one node counts. The event loop's thread is the only one that writes.
@@ -117,6 +146,8 @@ class Metrics:
     ssd_write_seconds: Histogram = field(default_factory=Histogram)
     occupancy: dict[str, Occupancy] = field(default_factory=dict)
     """Filled in by the node's ``refresh`` before a scrape (see ``kvstore.exposition``)."""
+    rdma: RdmaState = field(default_factory=RdmaState)
+    """Likewise."""
     sessions: int = 0
     """Sessions open now."""
     transports: Counter[str] = field(default_factory=Counter)

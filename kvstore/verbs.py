@@ -1,4 +1,7 @@
-"""The node's RDMA device: opened where there is one, and shared by all sessions that use it."""
+"""The node's RDMA device: opened where there is one, and shared by all sessions that use it.
+
+A device that fails ends the sessions that use it; it is opened anew for the next one that asks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ import structlog
 
 from kvstore.config import RdmaSection
 from kvstore.errors import ConfigError
+from kvstore.metrics import RdmaState
 from rdma.errors import TransportError
+from rdma.transport import place_of
 from rdma.verbs.adapter import Adapter, open_adapter
 from rdma.verbs.choice import Wish
-from rdma.verbs.driver import Driver
+from rdma.verbs.driver import Driver, DriverCounters
 from rdma.verbs.memory import Arena, VerbsRegistrar
 from rdma.verbs.node import VerbsNodeTransport
+from rdma.verbs.pulling import VerbsPullTransport
 from rdma.verbs.settings import QueueSettings
 from tiers.dram import DramTier
+from tiers.errors import TierError
 
 _log = structlog.get_logger(__name__)
 
@@ -29,25 +36,28 @@ class VerbsDevice:
         dram: the node's memory.
 
     Attributes:
-        absence: why there is no device, in a sentence; empty while there is one.
+        absence: why sessions can't use RDMA, in a sentence; empty while they can.
     """
 
     def __init__(self, section: RdmaSection, dram: DramTier) -> None:
         self.absence = "rdma is off in this node's configuration"
         self._section = section
         self._dram = dram
-        self._adapter: Adapter | None = None
-        self._driver: Driver | None = None
-        self._arena: Arena | None = None
-        self._registering: asyncio.Task[None] | None = None
+        self._counters = DriverCounters()
+        self._openings = 0
+        self._opened: _Opened | None = None
 
     def __str__(self) -> str:
-        return self.absence if self._adapter is None else str(self._adapter.choice)
+        if self._opened is None or self.absence:
+            return self.absence
+        driver = self._opened.driver
+        state = "failed" if driver.failed else "port down" if driver.port_down else "up"
+        return f"{driver.adapter.choice}, {state}, {driver.queues} queue pairs"
 
     @property
     def driver(self) -> Driver | None:
         """What posts the work; None where there is no device."""
-        return self._driver
+        return None if self._opened is None else self._opened.driver
 
     def open(self) -> None:
         """Open the device, and begin to register the node's memory in the background.
@@ -55,37 +65,45 @@ class VerbsDevice:
         Raises:
             ConfigError: one is required and there is none, or the settings are impossible.
         """
-        section = self._section
-        if section.mode == "off":
+        if self._section.mode == "off":
             return
         try:
-            settings = queue_settings(section)
-            self._adapter = open_adapter(Wish(section.device, section.port, section.gid))
+            self._open()
         except TransportError as error:
-            if section.mode == "require":
+            if self._section.mode == "require":
                 raise ConfigError(f"rdma.mode is require: {error}") from error
             self.absence = str(error)
             _log.info("no rdma", reason=self.absence)
-            return
+
+    def _open(self) -> None:
+        section = self._section
+        settings = queue_settings(section)
+        adapter = open_adapter(Wish(section.device, section.port, section.gid))
+        try:
+            self._opened = _Opened(adapter, settings, self._counters, self._dram)
+        except BaseException:
+            adapter.close()
+            raise
         self.absence = ""
-        self._driver = Driver(self._adapter, settings)
-        self._driver.start()
-        self._arena = Arena(VerbsRegistrar(self._adapter, shared=False), self._dram)
-        self._dram.on_release = self._arena.forget
-        loop = asyncio.get_running_loop()
-        self._registering = loop.create_task(self._register_all(self._arena))
-        _log.info("rdma device opened", device=str(self._adapter.choice), mtu=self._adapter.mtu)
+        self._openings += 1
+        self._opened.registering = asyncio.get_running_loop().create_task(
+            self._register_all(self._opened.arena)
+        )
+        _log.info("rdma device opened", device=str(adapter.choice), mtu=adapter.mtu)
 
     async def _register_all(self, arena: Arena) -> None:
         """Register the segments once their pages are there: pinning them then costs little."""
         await asyncio.to_thread(self._dram.wait_prefault)
         for segment in self._dram.segments():
             try:
-                arena.register(segment.number)
+                await arena.prepare([place_of(segment.number, 0)])
+            except TierError:
+                continue  # it was given back meanwhile
             except TransportError as error:
+                # Sessions would fail at their first block there: none is to begin.
+                self.absence = str(error)
                 _log.error("segment not registered", segment=segment.number, error=str(error))
                 return
-            await asyncio.sleep(0)
 
     def transport(self, offer: Mapping[str, object]) -> VerbsNodeTransport:
         """The node's half of a session's transport.
@@ -96,24 +114,108 @@ class VerbsDevice:
         Raises:
             TransportError: there is no device, or the two ends can't be joined.
         """
-        if self._driver is None or self._arena is None:
+        opened = self._working()
+        return VerbsNodeTransport(opened.driver, opened.arena, offer)
+
+    def pulling(self) -> VerbsPullTransport:
+        """This node's half of a session in which a peer writes blocks to this node's memory.
+
+        Raises:
+            TransportError: there is no device, or it refused.
+        """
+        driver = self._working().driver
+        return VerbsPullTransport(driver.adapter, driver.settings)
+
+    def _working(self) -> _Opened:
+        if self._openings and (self._opened is None or self._opened.driver.failed is not None):
+            self._open_anew()
+        if self._opened is None or self.absence:
             raise TransportError(self.absence)
-        return VerbsNodeTransport(self._driver, self._arena, offer)
+        return self._opened
+
+    def _open_anew(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        try:
+            self._open()
+        except TransportError as error:
+            self.absence = str(error)
+            _log.warning("rdma device not opened anew", reason=self.absence)
+
+    def state(self) -> RdmaState:
+        """What there is to know of the device now, for metrics."""
+        opened, counters = self._opened, self._counters
+        up = opened is not None and opened.driver.failed is None and not opened.driver.port_down
+        return RdmaState(
+            up=up and not self.absence,
+            openings=self._openings,
+            registered_bytes=0 if opened is None else opened.arena.registered,
+            queue_pairs=0 if opened is None else opened.driver.queues,
+            queue_pairs_made=counters.queues,
+            chains=counters.chains,
+            work_requests=counters.works,
+            written_bytes=counters.bytes_written,
+            read_bytes=counters.bytes_read,
+            failures=dict(counters.failures),
+        )
 
     async def close(self) -> None:
         """End all queue pairs, deregister the memory and give the device back."""
-        if self._registering is not None:
-            self._registering.cancel()
-            await asyncio.gather(self._registering, return_exceptions=True)
-        if self._driver is not None:
-            self._driver.close()
-        if self._arena is not None:
-            self._dram.on_release = None
-            self._arena.close()
-        if self._adapter is not None:
-            self._adapter.close()
-        self._driver = self._arena = self._adapter = None
+        opened, self._opened = self._opened, None
+        self._openings = 0
         self.absence = "the node is stopping"
+        if opened is not None:
+            opened.close()
+            if opened.registering is not None:
+                await asyncio.gather(opened.registering, return_exceptions=True)
+
+
+class _Opened:
+    """A device while it is open.
+
+    Args:
+        adapter: the device; closed with this.
+        settings: of the queue pairs.
+        counters: of the work.
+        dram: the node's memory.
+
+    Attributes:
+        driver: posts the work.
+        arena: the node's memory as the device knows it.
+        registering: registers it.
+
+    Raises:
+        TransportError: the device refused.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        settings: QueueSettings,
+        counters: DriverCounters,
+        dram: DramTier,
+    ) -> None:
+        self._adapter = adapter
+        self._dram = dram
+        self.registering: asyncio.Task[None] | None = None
+        self.arena = Arena(VerbsRegistrar(adapter, shared=False), dram, dram.populate)
+        try:
+            self.driver = Driver(adapter, settings, counters)
+        except BaseException:
+            self.arena.close()
+            raise
+        self.driver.start()
+        dram.on_release = self.arena.forget
+
+    def close(self) -> None:
+        """End all queue pairs, deregister the memory and give the device back."""
+        if self.registering is not None:
+            self.registering.cancel()
+        self.driver.close()
+        self._dram.on_release = None
+        self.arena.close()
+        self._adapter.close()
 
 
 def queue_settings(section: RdmaSection) -> QueueSettings:

@@ -25,7 +25,8 @@ class Arena:
 
     def __init__(self, huge_pages: HugePages, *, prefault: bool) -> None:
         self._huge_pages: HugePages = huge_pages
-        self._prefaulter = Prefaulter() if prefault else None
+        self._ahead = prefault
+        self._prefaulter = Prefaulter()
         self._segments: dict[int, Segment] = {}
         self.views: dict[int, memoryview] = {}
         self.size = 0
@@ -51,12 +52,12 @@ class Arena:
     @property
     def populated(self) -> int:
         """Bytes touched ahead of use."""
-        return 0 if self._prefaulter is None else self._prefaulter.populated
+        return self._prefaulter.populated
 
     @property
     def populating(self) -> int:
         """Bytes still to be touched ahead of use."""
-        return 0 if self._prefaulter is None else self._prefaulter.remaining
+        return self._prefaulter.remaining
 
     def create(self, number: int, size: int) -> None:
         """See :meth:`tiers.slab.SegmentSource.create`."""
@@ -91,21 +92,28 @@ class Arena:
         segment = self._segments.pop(number)
         del self.views[number]
         self.size -= segment.size
-        if self._prefaulter is not None:
-            self._prefaulter.remove(segment)
+        self._prefaulter.remove(segment)
         segment.close(discard=discard)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all memory is touched; False where ``timeout`` seconds pass first."""
-        return self._prefaulter is None or self._prefaulter.wait(timeout)
+        return self._prefaulter.wait(timeout)
+
+    def populate(self, number: int) -> None:
+        """Touch all memory of a segment now; ends early if it is given back meanwhile.
+
+        Raises:
+            BadExtent: no such segment.
+        """
+        segment = self[number]
+        self._prefaulter.populate(segment, lambda: self._segments.get(number) is segment)
 
     def close(self) -> None:
         """Give everything back; no thread is left.
 
         Who still looks at blocks in another process goes on seeing them.
         """
-        if self._prefaulter is not None:
-            self._prefaulter.close()
+        self._prefaulter.close()
         for number in list(self._segments):
             self._drop(number, discard=False)
 
@@ -113,5 +121,5 @@ class Arena:
         self._segments[segment.number] = segment
         self.views[segment.number] = segment.view
         self.size += segment.size
-        if self._prefaulter is not None:
+        if self._ahead:
             self._prefaulter.add(segment)

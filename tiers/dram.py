@@ -277,6 +277,16 @@ class DramTier(Tier):
                 populating=self._arena.populating,
             )
 
+    def populate(self, number: int) -> None:
+        """Touch all memory of a segment now, without holding the interpreter's lock for long.
+
+        Ends early if the segment is given back meanwhile.
+
+        Raises:
+            BadExtent: no such segment.
+        """
+        self._arena.populate(number)
+
     def wait_prefault(self, timeout: float | None = None) -> bool:
         """Wait until all memory is touched; False where ``timeout`` seconds pass first."""
         return self._arena.wait(timeout)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from tiers.segment import advise
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiers.segment import Segment
 
 MADV_POPULATE_WRITE = 23
@@ -89,6 +91,30 @@ class Prefaulter:
         """Wait until nothing is left to populate; False where ``timeout`` seconds pass first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout)
+
+    def populate(self, segment: Segment, in_use: Callable[[], bool]) -> None:
+        """Populate a segment now, on the calling thread; what is populated already costs little.
+
+        Args:
+            segment: may be removed meanwhile, which ends this.
+            in_use: whether it still may be touched.
+        """
+        me = threading.current_thread()
+        for start in range(0, segment.size, CHUNK):
+            length = min(CHUNK, segment.size - start)
+            with self._changed:
+                if self._closed or not in_use():
+                    return
+                self._busy[me] = segment
+            try:
+                advise(segment.address + start, length, MADV_POPULATE_WRITE)
+            except OSError as error:
+                _log.warning("segment %d is not populated ahead: %s", segment.number, error)
+                return
+            finally:
+                with self._changed:
+                    del self._busy[me]
+                    self._changed.notify_all()
 
     def close(self) -> None:
         """Stop; all threads have ended on return."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ from rdma.verbs.binding import nothing_there, with_event_fd
 from rdma.verbs.errors import DeviceError
 
 __all__ = ["Completions"]
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 64
 
@@ -69,8 +72,12 @@ class Completions:
     def close(self) -> None:
         """Stop watching and give the queue back; all queue pairs that use it must be destroyed."""
         self._stop()
-        self.queue.close()
-        self._channel.close()
+        try:
+            self.queue.close()
+            self._channel.close()
+        except self._failure as error:
+            # Only a device that is gone refuses.
+            _log.warning("a completion queue cannot be destroyed: %s", error)
 
     def _stop(self) -> None:
         if self._loop is not None:

@@ -57,6 +57,7 @@ class Driver:
     Args:
         adapter: the device.
         settings: of the queue pairs.
+        counters: to go on counting in.
 
     Attributes:
         adapter: as given.
@@ -68,10 +69,15 @@ class Driver:
         DeviceError: the device refused.
     """
 
-    def __init__(self, adapter: Adapter, settings: QueueSettings | None = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        settings: QueueSettings | None = None,
+        counters: DriverCounters | None = None,
+    ) -> None:
         self.adapter = adapter
         self.settings = settings = settings or QueueSettings()
-        self.counters = DriverCounters()
+        self.counters = counters if counters is not None else DriverCounters()
         self.port_down = False
         works = max(1, min(settings.device_works, adapter.limits.completions // 2))
         self._schedule = Schedule(works, settings.chain)
@@ -89,6 +95,11 @@ class Driver:
     def failed(self) -> DeviceError | None:
         """Why the device is of no more use; ``None`` while it is."""
         return self._failed
+
+    @property
+    def queues(self) -> int:
+        """Queue pairs that are connected."""
+        return len(self._queues)
 
     def start(self) -> None:
         """Begin to watch the device in the running event loop."""

@@ -12,6 +12,8 @@ from rdma.verbs.settings import MTUS
 __all__ = ["Endpoint", "describe", "joint_mtu", "parse"]
 
 _MOST_24: Final = (1 << 24) - 1
+_MOST_32: Final = (1 << 32) - 1
+_MOST_64: Final = (1 << 64) - 1
 _LEAST_QUEUE: Final = 2
 """0 and 1 are the numbers of the management queue pairs."""
 
@@ -25,6 +27,8 @@ class Endpoint(NamedTuple):
         gid: of its port.
         mtu: in bytes, at most.
         reads: RDMA READs that it can have under way (the active end) or serve (the passive).
+        proof: address and key of a byte to be read for :func:`rdma.verbs.plan.proof`, where
+            what is written may not be read.
     """
 
     queue: int
@@ -32,17 +36,21 @@ class Endpoint(NamedTuple):
     gid: IPv6Address
     mtu: int
     reads: int
+    proof: tuple[int, int] | None = None
 
 
 def describe(endpoint: Endpoint) -> dict[str, object]:
     """Return what to tell the peer of an end."""
-    return {
+    told: dict[str, object] = {
         "queue": endpoint.queue,
         "psn": endpoint.psn,
         "gid": endpoint.gid.packed,
         "mtu": endpoint.mtu,
         "reads": endpoint.reads,
     }
+    if endpoint.proof is not None:
+        told["proof"] = list(endpoint.proof)
+    return told
 
 
 def parse(details: Mapping[str, object]) -> Endpoint:
@@ -63,6 +71,7 @@ def parse(details: Mapping[str, object]) -> Endpoint:
         gid=_gid(details.get("gid")),
         mtu=mtu,
         reads=_number(details, "reads", 0, 255),
+        proof=_proof(details.get("proof")),
     )
 
 
@@ -76,6 +85,15 @@ def _number(details: Mapping[str, object], name: str, least: int, most: int) -> 
     if type(value) is not int or not least <= value <= most:
         raise HandshakeError(f"the peer's {name} is {value!r}, not within {least} and {most}")
     return value
+
+
+def _proof(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise HandshakeError("the peer's proof is not an address and a key")
+    named = {"address": value[0], "key": value[1]}
+    return _number(named, "address", 0, _MOST_64), _number(named, "key", 0, _MOST_32)
 
 
 def _gid(value: object) -> IPv6Address:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
+import mmap
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from rdma.errors import RegionError
 from rdma.region import Region, RegionCache, Registrar
 from rdma.transport import split_place
 from rdma.verbs.adapter import Adapter
+from rdma.verbs.errors import TransferTimeout
+from rdma.verbs.plan import Piece
 
 __all__ = [
     "Arena",
@@ -20,6 +25,8 @@ __all__ = [
     "VerbsRegistrar",
     "register_dmabuf",
 ]
+
+_log = logging.getLogger(__name__)
 
 LOCAL_WRITE: Final = 1
 REMOTE_WRITE: Final = 2
@@ -84,7 +91,11 @@ class VerbsRegistrar:
     def deregister(self, registration: object) -> None:
         """Unpin memory: from here on peers that name it are refused."""
         assert isinstance(registration, Registration)
-        registration.handle.close()
+        try:
+            registration.handle.close()
+        except self._adapter.binding.Error as error:
+            # Only a device that is gone refuses; the kernel has unpinned the memory.
+            _log.warning("memory cannot be deregistered: %s", error)
 
     def _access(self, writable: bool) -> int:
         if self._shared:
@@ -163,31 +174,55 @@ class SegmentSource(Protocol):
 class Arena:
     """The node's segments, each registered once with the device, for its own use only.
 
-    A segment that was not registered ahead is at its first use, which holds the event loop up
-    while its pages are pinned.
+    Registering holds the interpreter's lock, and takes many times longer where the pages have to
+    be found first: :meth:`prepare` has that done by a thread that does not hold it.
 
     Args:
         registrar: registers with the device; a :class:`VerbsRegistrar` that is not shared.
         segments: the node's memory.
+        populate: touches all pages of a segment; called in a thread.
+
+    Attributes:
+        landing: a byte that belongs to no block.
+
+    Raises:
+        RegionError: nothing can be registered.
     """
 
-    def __init__(self, registrar: Registrar, segments: SegmentSource) -> None:
+    def __init__(
+        self,
+        registrar: Registrar,
+        segments: SegmentSource,
+        populate: Callable[[int], object] | None = None,
+    ) -> None:
         self._segments = segments
+        self._populate = populate
         self._cache = RegionCache(registrar)
         self._known: dict[int, tuple[int, int, Region]] = {}
+        page = self._cache.acquire(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
+        assert isinstance(page.registration, Registration)
+        self.landing = Piece(page.address, 1, page.registration.local)
+        self._closed = False
 
     def register(self, number: int) -> None:
-        """Register a segment ahead of its first use.
+        """Register a segment now.
 
         Raises:
             RegionError: it was refused.
         """
         if number in self._known:
             return
+        if self._closed:
+            raise RegionError("the device has been given back")
         region = self._cache.acquire(self._segments.segment(number).view)
         registration = region.registration
         assert isinstance(registration, Registration)
         self._known[number] = (region.address, registration.local, region)
+
+    @property
+    def registered(self) -> int:
+        """Bytes of the node's memory that are registered."""
+        return sum(region.length for _, _, region in list(self._known.values()))
 
     def forget(self, number: int) -> None:
         """Deregister a segment, before its memory is given back; no work on it may be under way."""
@@ -195,22 +230,49 @@ class Arena:
         if known is not None:
             self._cache.release(known[2])
 
-    def locate(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the address and the key of each place.
-
-        Raises:
-            RegionError: a segment can't be registered.
-        """
+    def locate(self, places: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return the address and the key of each place; None where a segment is not registered."""
         known, found = self._known, []
         for place in places:
             number, offset = split_place(place)
             if number not in known:
-                self.register(number)
+                return None
             address, key, _ = known[number]
             found.append((address + offset, key))
         return found
 
+    async def prepare(
+        self, places: Sequence[int], deadline: float | None = None
+    ) -> list[tuple[int, int]]:
+        """Register the segments of all places, then return what :meth:`locate` does.
+
+        Args:
+            places: whose blocks the caller holds in place until this returns.
+            deadline: when to give up, on the clock of the event loop.
+
+        Raises:
+            RegionError: a segment can't be registered.
+            TransferTimeout: it took longer.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                for number in dict.fromkeys(split_place(place)[0] for place in places):
+                    await self._prepare(number)
+        except TimeoutError:
+            raise TransferTimeout("the node's memory was not registered by the deadline") from None
+        located = self.locate(places)
+        assert located is not None, "what is held in place is not deregistered"
+        return located
+
+    async def _prepare(self, number: int) -> None:
+        if number in self._known:
+            return
+        if self._populate is not None:
+            await asyncio.to_thread(self._populate, number)
+        self.register(number)
+
     def close(self) -> None:
         """Deregister everything."""
+        self._closed = True
         self._known.clear()
         self._cache.close()

@@ -11,7 +11,7 @@ from rdma.verbs.driver import Driver
 from rdma.verbs.errors import QueueBroken
 from rdma.verbs.handshake import describe, parse
 from rdma.verbs.memory import Arena
-from rdma.verbs.plan import Work, plan, select
+from rdma.verbs.plan import Work, plan, proof, select
 from rdma.verbs.schedule import READ, WRITE
 
 __all__ = ["VerbsNodeTransport"]
@@ -36,7 +36,9 @@ class VerbsNodeTransport(NodeTransport):
     def __init__(self, driver: Driver, arena: Arena, offer: Mapping[str, object]) -> None:
         self._arena = arena
         self._settings = driver.settings
-        self._queue = driver.connect(parse(offer))
+        remote = parse(offer)
+        self._proof = remote.proof
+        self._queue = driver.connect(remote)
 
     @property
     def broken(self) -> TransportError | None:
@@ -61,7 +63,10 @@ class VerbsNodeTransport(NodeTransport):
         deadline: float,
     ) -> Delivery:
         """Write the blocks to the client's memory; see :meth:`NodeTransport.push`."""
-        await self._queue.move(WRITE, self._plan(places, length, destinations), deadline)
+        works = await self._plan(places, length, destinations, deadline)
+        if works:
+            works.append(proof(works, self._arena.landing, self._proof))
+        await self._queue.move(WRITE, works, deadline)
         return Delivery(None, (), holds=False)
 
     def landing(self, places: Sequence[int], length: int) -> list[memoryview] | None:
@@ -76,15 +81,21 @@ class VerbsNodeTransport(NodeTransport):
         deadline: float,
     ) -> None:
         """Read the blocks from the client's memory; see :meth:`NodeTransport.pull`."""
-        await self._queue.move(READ, self._plan(places, length, sources), deadline)
+        works = await self._plan(places, length, sources, deadline)
+        await self._queue.move(READ, works, deadline)
 
     def close(self) -> None:
         """Destroy the queue pair: nothing touches either side's memory for it any more."""
         self._queue.fail(QueueBroken("the session is closed"))
 
-    def _plan(self, places: Sequence[int], length: int, named: Sequence[int] | None) -> list[Work]:
+    async def _plan(
+        self, places: Sequence[int], length: int, named: Sequence[int] | None, deadline: float
+    ) -> list[Work]:
+        located = self._arena.locate(places)
+        if located is None:
+            located = await self._arena.prepare(places, deadline)
         return plan(
-            self._arena.locate(places),
+            located,
             length,
             _given(named),
             most_pieces=self._queue.pair.pieces,

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from rdma.errors import BadPlace
 
-__all__ = ["Piece", "Work", "plan", "select", "triples"]
+__all__ = ["Piece", "Work", "plan", "proof", "select", "triples"]
 
 _FIELDS: Final = 3
 _MOST_ADDRESS: Final = 1 << 64
@@ -33,13 +33,15 @@ class Work(NamedTuple):
         remote: the peer's address.
         key: of the peer's registration.
         pieces: memory of this process, in the order of the bytes.
-        length: bytes in all.
+        length: bytes of payload in all.
+        proves: whether this is the :func:`proof` behind others.
     """
 
     remote: int
     key: int
     pieces: tuple[Piece, ...]
     length: int
+    proves: bool = False
 
 
 def triples(named: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -127,6 +129,25 @@ def plan(
     if next(pieces, None) is not None:
         raise BadPlace("more memory is named than the blocks need")
     return works.finish()
+
+
+def proof(writes: Sequence[Work], landing: Piece, elsewhere: tuple[int, int] | None = None) -> Work:
+    """Return the RDMA READ that proves that WRITEs have reached the peer's memory.
+
+    A WRITE completes when the peer's device has acknowledged it, which may be before its bytes
+    have passed the bus behind, and what we tell the peer then goes another way that may be
+    quicker. A READ is carried out after the WRITEs before it, and pushes their bytes ahead of
+    itself over the bus; the answer to it can't come before they are in memory.
+
+    Args:
+        writes: one or more; the proof must be posted behind them on the same queue pair.
+        landing: a byte of this process's memory for what is read, which nobody looks at.
+        elsewhere: address and key of what to read; by default the last byte written, which also
+            serves where the peer's memory is not that of its host.
+    """
+    last = writes[-1]
+    address, key = elsewhere or (last.remote + last.length - 1, last.key)
+    return Work(address, key, (landing,), 0, proves=True)
 
 
 class _Builder:

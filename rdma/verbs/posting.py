@@ -50,7 +50,7 @@ class ExtendedPoster:
         for index, work in enumerate(works):
             if index == last:
                 queue.wr_flags = _SIGNALED
-            begin(work.key, work.remote)
+            (queue.wr_rdma_read if work.proves else begin)(work.key, work.remote)
             if len(work.pieces) == 1:
                 single.addr, single.length, single.lkey = work.pieces[0]
                 queue.wr_set_sge(single)
@@ -87,7 +87,8 @@ class ChainPoster:
             following = None
             for work in reversed(chain.works):
                 flags = 0 if requests else _SIGNALED
-                following = self._make(chain, work.pieces, flags, following)
+                kind = READ if work.proves else chain.kind
+                following = self._make(chain.number, kind, work.pieces, flags, following)
                 following.set_wr_rdma(work.key, work.remote)
                 requests.append(following)
             self._queue.post_send(following)
@@ -96,12 +97,12 @@ class ChainPoster:
             for request in requests:
                 request.close()
 
-    def _make(self, chain: Chain, pieces: Any, flags: int, following: Any) -> Any:
+    def _make(self, number: int, kind: str, pieces: Any, flags: int, following: Any) -> Any:
         elements = [self._element(address, length, key) for address, length, key in pieces]
         try:
             return self._request(
-                wr_id=chain.number,
-                opcode=_OPCODES[chain.kind],
+                wr_id=number,
+                opcode=_OPCODES[kind],
                 num_sge=len(elements),
                 sg=elements,
                 send_flags=flags,

@@ -13,6 +13,8 @@ END = Endpoint(0x1234, 0xABCDEF, IPv6Address("::ffff:192.0.2.17"), 4096, 16)
 
 def test_an_end_survives_the_telling() -> None:
     assert parse(describe(END)) == END
+    telling = END._replace(proof=(1 << 40, 77))
+    assert parse(describe(telling)) == telling
 
 
 def test_what_is_not_known_is_ignored() -> None:
@@ -35,6 +37,9 @@ def test_the_smaller_mtu_counts() -> None:
         ("mtu", 1500),
         ("mtu", 4096.0),
         ("reads", -1),
+        ("proof", [1]),
+        ("proof", [1, 1 << 32]),
+        ("proof", "12"),
         ("gid", "::1"),
         ("gid", b"\0" * 16),
         ("gid", b"\xff\x02" + b"\0" * 13 + b"\x01"),

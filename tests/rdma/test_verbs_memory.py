@@ -1,5 +1,7 @@
+import asyncio
 import errno
 import resource
+import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,6 +13,7 @@ from rdma.region import address_of
 from rdma.transport import place_of
 from rdma.verbs.adapter import Adapter, Limits
 from rdma.verbs.buffers import ClientMemory
+from rdma.verbs.errors import TransferTimeout
 from rdma.verbs.memory import Arena, Registration, VerbsRegistrar, refusal, register_dmabuf
 
 
@@ -153,21 +156,35 @@ class Segment:
         self.view = memoryview(bytearray(4096))
 
 
-def test_segments_are_registered_once(registrar: FakeRegistrar) -> None:
+async def test_segments_are_registered_once(registrar: FakeRegistrar) -> None:
     segments = Segments()
-    arena = Arena(registrar, segments)
+    populated: list[int] = []
+    arena = Arena(registrar, segments, populated.append)
+    assert arena.landing.key == 1
     arena.register(2)
     first, second = (address_of(segments.made[n].view) for n in (1, 2))
     places = [place_of(2, 64), place_of(1, 0), place_of(2, 128)]
-    expected = [(second + 64, 1), (first, 2), (second + 128, 1)]
-    assert arena.locate(places) == expected
-    assert arena.locate(places) == expected
-    assert registrar.live == 2
+    expected = [(second + 64, 2), (first, 3), (second + 128, 2)]
+    assert arena.locate(places) is None
+    assert await arena.prepare(places) == expected
+    assert arena.locate(places) == await arena.prepare(places) == expected
+    assert populated == [1]
+    assert (registrar.live, arena.registered) == (3, 8192)
     arena.forget(2)
     arena.forget(2)
-    assert registrar.live == 1
+    assert (registrar.live, arena.registered) == (2, 4096)
     arena.close()
     assert registrar.live == 0
+    with pytest.raises(RegionError):
+        await arena.prepare(places)
+
+
+async def test_memory_that_is_not_there_in_time_is_a_timeout(registrar: FakeRegistrar) -> None:
+    arena = Arena(registrar, Segments(), lambda _: time.sleep(0.05))
+    with pytest.raises(TransferTimeout):
+        await arena.prepare([place_of(1, 0)], asyncio.get_running_loop().time() + 0.01)
+    assert await arena.prepare([place_of(1, 0)])
+    arena.close()
 
 
 class Failure(Exception):

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdma.errors import BadPlace
-from rdma.verbs.plan import Piece, Work, plan, select, triples
+from rdma.verbs.plan import Piece, Work, plan, proof, select, triples
 
 
 def works(
@@ -123,3 +123,10 @@ def test_every_byte_goes_where_it_belongs(
 
 def test_triples_are_read_in_order() -> None:
     assert list(triples([1, 2, 3, 4, 5, 6])) == [(1, 2, 3), (4, 5, 6)]
+
+
+def test_a_proof_reads_the_last_byte_written() -> None:
+    landing = Piece(64, 1, 3)
+    writes = works([(1000, 7), (9000, 8)], 64, [5000, 9, 64, 7000, 10, 64])
+    assert proof(writes, landing) == Work(7063, 10, (landing,), 0, proves=True)
+    assert proof(writes, landing, (4096, 11)) == Work(4096, 11, (landing,), 0, proves=True)

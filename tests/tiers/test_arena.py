@@ -137,6 +137,34 @@ def test_removing_a_segment_waits_for_the_chunk_in_flight(monkeypatch: pytest.Mo
     segment.close()
 
 
+def test_a_segment_can_be_touched_at_once(segment: Segment) -> None:
+    Prefaulter().populate(segment, lambda: True)
+    assert resident(segment.fd) == MIB
+
+
+def test_touching_at_once_ends_where_the_segment_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, gone = Held(), threading.Event()
+    monkeypatch.setattr(prefault, "advise", held)
+    segment, prefaulter = Segment(1, 3 * CHUNK, "never"), Prefaulter()
+    still = (segment, lambda: not gone.is_set())
+    toucher = threading.Thread(target=prefaulter.populate, args=still)
+    toucher.start()
+    assert held.entered.acquire(timeout=10)
+    gone.set()
+    remover = threading.Thread(target=prefaulter.remove, args=(segment,))
+    remover.start()
+    remover.join(0.05)
+    assert remover.is_alive(), "it waits for the chunk in flight"
+    held.go.release()
+    for thread in (remover, toucher):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert held.calls == 1
+    segment.close()
+
+
 def test_close_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     monkeypatch.setattr(prefault, "advise", held)

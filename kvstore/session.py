@@ -14,7 +14,6 @@ import itertools
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from crc32c import crc32c
@@ -58,7 +57,6 @@ from rdma.transport import Delivery, NodeTransport
 from tiers.errors import BadExtent
 from tiers.segment import Segment
 
-_EXTENT_OF: Final = attrgetter("dram")
 _ALL_IN_DRAM: Final = bytes([DRAM]) * MAX_HASHES
 _TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"))
 
@@ -223,7 +221,7 @@ class Session:
         if self._verify or self.transport.waits:
             return self._get_later(request, length, deadline, began)
         try:
-            places = list(map(_EXTENT_OF, entries))
+            places = [entry.dram for entry in entries]  # type: ignore[union-attr]
         except AttributeError:
             return self._get_some(request, entries, length, deadline, began)
         if None in places:

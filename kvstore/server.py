@@ -28,6 +28,7 @@ _log = structlog.get_logger(__name__)
 _BACKLOG: Final = 128
 _POLL_SECONDS: Final = 0.01
 _EXPIRY_SECONDS: Final = 5.0
+_ACCEPT_PAUSE_SECONDS: Final = 0.5
 
 
 class Server:
@@ -123,11 +124,20 @@ class Server:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            _log.error("accept failed", error=str(error))
+            # Out of descriptors, most likely. The listener stays ready, and would fill the loop.
+            _log.error("accept failed", error=str(error), again_in_seconds=_ACCEPT_PAUSE_SECONDS)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener.fileno())
+            loop.call_later(_ACCEPT_PAUSE_SECONDS, self._accept_again, listener)
             return
         connection = Connection(self, sock)
         self.connections.add(connection)
         connection.start()
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(listener.fileno(), self._accept, listener)
 
     # --- admission -----------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -146,6 +148,28 @@ def test_socket_of_a_dead_daemon_is_replaced_and_that_of_a_living_one_is_not(
 
 
 # --- stopping -------------------------------------------------------------------------------------
+
+
+def test_daemon_out_of_descriptors_rests_and_serves_again(tmp_path: Path) -> None:
+    with daemon_process(make_config(tmp_path)) as daemon:
+        held = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir()))
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 4, held + 4))
+        with client_of(daemon.config) as before, contextlib.ExitStack() as stack:
+            for _ in range(20):
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.connect(str(daemon.config.listen.unix))
+            began, spent = time.monotonic(), cpu_seconds(daemon.pid)
+            time.sleep(1.0)
+            share = (cpu_seconds(daemon.pid) - spent) / (time.monotonic() - began)
+            assert share < 0.2
+            before.ask(Ping())
+        with client_of(daemon.config):
+            pass
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_stopped_daemon_comes_back_warm(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from client.health import Health
 from client.layout import Layout
 from client.operations import Operation, Terms
 from client.prefix import AsyncPrefixes
+from client.registration import Registered, register
 from client.results import FAILED, ClientStats, GetResult, Match, PutResult
 from client.stream_wire import StreamWire
 from client.tally import NO_SESSION, Tally
@@ -133,6 +134,10 @@ class AsyncClient:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
         return result
+
+    async def register(self, buffer: object) -> Registered:
+        """As ``Client.register``; the memory is pinned by a thread of the executor."""
+        return await asyncio.to_thread(register, self._settings, self._session.transport, buffer)
 
     def prefixes(self, layout: Layout) -> AsyncPrefixes:
         """As ``Client.prefixes``."""

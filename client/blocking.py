@@ -17,6 +17,7 @@ from client.lane import Lane
 from client.layout import Layout
 from client.operations import Operation, Terms
 from client.prefix import Prefixes
+from client.registration import Registered, register
 from client.results import FAILED, ClientStats, GetResult, Match, PutResult
 from client.tally import NO_SESSION, Tally
 from client.views import BlockViews
@@ -200,6 +201,25 @@ class Client:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
         return result
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def register(self, buffer: object) -> Registered:
+        """Register memory once for all calls to come: ``with client.register(pool)``, or close it.
+
+        For an engine's pool of KV memory: over ``rdma`` a call registers what it is given for its
+        own time otherwise, which costs more than moving it where blocks are small. Calls may use
+        any part of the buffer, from any client of this process. Over ``shm`` and ``tcp`` this does
+        nothing.
+
+        Args:
+            buffer: bytes-like, numpy or a torch tensor on the CPU; kept alive until it is closed.
+
+        Raises:
+            InvalidRequest: it is no buffer.
+            ConfigError: it can't be registered; the message says what mends it.
+        """
+        return register(self._settings, self._session.transport, buffer)
 
     # --- prefixes ------------------------------------------------------------------------------
 

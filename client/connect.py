@@ -30,8 +30,9 @@ def connect(
         url: ``unix:///path`` or ``tcp://host:port``.
         namespace: of the blocks.
         shard: this rank's shard of each block.
-        transport: ``shm``, ``tcp``, or ``auto``: ``shm`` over a Unix socket, else ``tcp``. What was
-            chosen is logged and stands in ``stats()``.
+        transport: ``shm``, ``rdma``, ``tcp``, or ``auto``: ``shm`` over a Unix socket, else
+            ``rdma`` where both ends have a device, else ``tcp``. What was chosen, and why, is
+            logged and stands in ``stats()``.
         deadline: seconds that a call may take where it doesn't say.
         token: credential of the tenant, if the node wants one.
         required: whether a node that can't be reached now is an error; otherwise calls give misses

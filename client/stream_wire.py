@@ -130,7 +130,11 @@ class StreamWire:
         Raises:
             KVStoreError: the node can't be reached, is too slow, or refuses.
         """
-        offered = settings.transports()
+        if "rdma" in settings.offers:
+            # The first time this opens a device.
+            offered = await asyncio.to_thread(settings.transports)
+        else:
+            offered = settings.transports()
         transports = offered.halves
         wire = None
         try:

@@ -54,6 +54,7 @@ class AsyncClient:
         self._counters = Counters()
         self._health = Health(self._counters)
         self._wire: StreamWire | None = None
+        self._heard_by_then = 0  # answers on it, when the last call was over
         self._session = NO_SESSION
         self._opening = asyncio.Lock()
         self._addresses: list[tuple[socket.AddressFamily, Any]] = []
@@ -222,8 +223,12 @@ class AsyncClient:
                 )
             raise
         finally:
-            if wire.closed and self._wire is wire:
-                self._wire = None
+            if self._wire is wire:
+                self._heard_by_then = wire.heard
+                if wire.closed:
+                    self._wire = None
+                elif self._health.suspect and wire.heard != heard:
+                    self._health.answered()
 
     async def _ready(self, end: float) -> StreamWire:
         """The session to use now; one call at a time opens one, the others wait for it."""
@@ -249,6 +254,8 @@ class AsyncClient:
         if self._wire is not None and self._wire.closed:
             self._wire = None
             self._health.lost(Unavailable("the node ended the session"))
+        if self._health.suspect and self._wire and self._wire.heard != self._heard_by_then:
+            self._health.answered()  # late
         return None if self._health.suspect else self._wire
 
     async def _connect(self, end: float) -> StreamWire:

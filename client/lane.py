@@ -112,6 +112,8 @@ class Lane:
         finally:
             if wire.closed:
                 self.wire = None
+            elif self._health.suspect and wire.heard != heard:
+                self._health.answered()
             self._fine = self.wire is not None and not self._health.suspect
 
     def _catch_up(self, wire: Wire) -> None:

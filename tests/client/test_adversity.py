@@ -133,6 +133,29 @@ def test_a_stopped_daemon_is_a_miss_in_time(
             time.sleep(0.02)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_node_that_answers_again_is_trusted_again(
+    daemon: DaemonProcess, kind: str, again: bool
+) -> None:
+    """Whether its answers come between calls, or all of them while another call waits."""
+    with CONNECT[kind](daemon.url, namespace(), deadline=5.0) as client:
+        names = hashes(2)
+        client.match(names)
+        daemon.signal(signal.SIGSTOP)
+        assert client.match(names, deadline=0.1).failure == "deadline_exceeded"
+        if again:
+            time.sleep(0.1)  # so that the next call is tried at all
+            threading.Timer(0.2, daemon.signal, (signal.SIGCONT,)).start()
+        else:
+            daemon.signal(signal.SIGCONT)
+            time.sleep(0.2)
+        client.match(names)
+        failures = [client.match(names).failure for _ in range(10)]
+        assert failures == [None] * 10
+        assert client.stats().connected
+        assert client.stats().connects == 1
+
+
 def test_signals_do_not_stretch_a_deadline(daemon: DaemonProcess, kind: str) -> None:
     """A signal restarts a wait within the kernel, and a profiler's come all the time."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)

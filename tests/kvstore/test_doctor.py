@@ -1,13 +1,12 @@
 """Each check of ``doctor`` against a machine that is as it should be, and one that is not."""
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvstore import doctor
-from kvstore.doctor import Finding
+from kvstore.config import Config, DramSection
+from kvstore.doctor import Finding, examine, machine, memory
 from kvstore.sources import load
 
 
@@ -25,19 +24,19 @@ def test_a_whole_examination_changes_nothing_that_lasts(tmp_path: Path) -> None:
             "KVSTORE_DRAM__CAPACITY": "1MiB",
         }
     ).config
-    findings = doctor.examine(config)
-    assert {finding.check for finding in findings} == {
+    findings = examine(config)
+    assert {finding.check for finding in findings} >= {
         "python", "platform", "memory", "huge pages", "locked memory", "state directory", "ssd",
-        "socket", "clock", "extras", "rdma",
+        "socket", "clock", "extras", "rdma", "pyverbs", "gpu memory",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []
     assert all(finding.remedy for finding in findings if finding.state == "failure")
 
 
 def test_platform() -> None:
-    assert only(doctor.check_platform("Linux", 64)).state == "ok"
-    assert only(doctor.check_platform("Darwin", 64)).state == "failure"
-    assert only(doctor.check_platform("Linux", 32)).state == "failure"
+    assert only(machine.check_platform("Linux", 64)).state == "ok"
+    assert only(machine.check_platform("Darwin", 64)).state == "failure"
+    assert only(machine.check_platform("Linux", 32)).state == "failure"
 
 
 @pytest.mark.parametrize(
@@ -47,59 +46,113 @@ def test_memory_against_the_capacity(tmp_path: Path, available: str, state: str)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: 8388608 kB\nMemAvailable: {available}\nodd line\n")
     config = load(environ={"KVSTORE_DRAM__CAPACITY": "1GiB"}).config
-    findings = list(doctor.check_memory(config, meminfo))
+    findings = list(memory.check_memory(config, meminfo))
     assert findings[0].state == "ok"
     assert findings[-1].state == state
-    assert list(doctor.check_memory(config, tmp_path / "nowhere"))[-1].state == "warning"
+    assert list(memory.check_memory(config, tmp_path / "nowhere"))[-1].state == "warning"
+
+
+NEVER = "always within_size advise [never] deny force"
+ADVISE = "always within_size [advise] never deny force"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "setting", "state"),
+    ("shared", "large", "state"),
     [
-        ("auto", "always within_size [advise] never deny force", "ok"),
-        ("auto", "always within_size advise [never] deny force", "warning"),
-        ("require", "always within_size advise [never] deny force", "failure"),
-        ("require", None, "failure"),
-        ("never", None, "info"),
+        (ADVISE, None, "ok"),
+        ("[always] within_size advise never deny force", None, "ok"),
+        (NEVER, None, "warning"),
+        ("always within_size advise never [deny] force", None, "warning"),
+        (None, None, "warning"),
+        (NEVER, "always [inherit] within_size advise never", "warning"),
+        (ADVISE, "always [inherit] within_size advise never", "ok"),
+        (NEVER, "always inherit within_size [advise] never", "ok"),
+        (ADVISE, "always inherit within_size advise [never]", "warning"),
     ],
 )
-def test_huge_pages(tmp_path: Path, wanted: str, setting: str | None, state: str) -> None:
-    file = tmp_path / "shmem_enabled"
-    if setting is not None:
-        file.write_text(setting)
-    finding = only(doctor.check_huge_pages(wanted, file))
+def test_transparent_huge_pages(
+    tmp_path: Path, shared: str | None, large: str | None, state: str
+) -> None:
+    folder = tmp_path / "transparent_hugepage"
+    (folder / "hugepages-2048kB").mkdir(parents=True)
+    if shared is not None:
+        (folder / "shmem_enabled").write_text(shared + "\n")
+    if large is not None:
+        (folder / "hugepages-2048kB" / "shmem_enabled").write_text(large + "\n")
+    finding = only(memory.check_huge_pages(DramSection(), tmp_path))
     assert finding.state == state
-    assert bool(finding.remedy) == (state in ("warning", "failure"))
+    if state == "warning":
+        assert "4 KiB" in finding.detail
+        assert finding.remedy
+    if shared == NEVER and large is None:
+        assert finding.remedy.startswith(f"echo advise > {folder}/shmem_enabled")
 
 
-def test_locked_memory() -> None:
-    assert only(doctor.check_locked_memory(1 << 30, resource.RLIM_INFINITY)).state == "ok"
-    assert only(doctor.check_locked_memory(1 << 30, 1 << 30)).state == "ok"
-    low = only(doctor.check_locked_memory(1 << 30, 8 << 20))
-    assert low.state == "info"
-    assert "ulimit -l unlimited" in low.remedy
+@pytest.mark.parametrize(
+    ("free", "state"), [("512", "ok"), ("511", "failure"), ("0", "failure"), (None, "failure")]
+)
+def test_reserved_huge_pages(tmp_path: Path, free: str | None, state: str) -> None:
+    folder = tmp_path / "hugepages" / "hugepages-2048kB"
+    folder.mkdir(parents=True)
+    if free is not None:
+        (folder / "free_hugepages").write_text(free + "\n")
+    finding = only(memory.check_huge_pages(DramSection(huge_pages="require"), tmp_path))
+    assert finding.state == state
+    assert ("vm.nr_hugepages=512" in finding.remedy) == (state == "failure" and free is not None)
+
+
+def test_huge_pages_that_are_not_wanted(tmp_path: Path) -> None:
+    assert only(memory.check_huge_pages(DramSection(huge_pages="never"), tmp_path)).state == "info"
+
+
+@pytest.mark.parametrize(
+    ("limit", "devices", "required", "state"),
+    [
+        (None, True, True, "ok"),
+        (2 << 30, True, True, "ok"),
+        (8 << 20, False, False, "info"),
+        (8 << 20, True, False, "warning"),
+        (8 << 20, True, True, "failure"),
+        (1 << 30, True, False, "warning"),
+    ],
+)
+def test_locked_memory(limit: int | None, devices: bool, required: bool, state: str) -> None:
+    finding = only(memory.check_locked_memory(1 << 30, limit, devices=devices, required=required))
+    assert finding.state == state
+    assert ("ulimit -l unlimited" in finding.remedy) == (state != "ok")
+
+
+def test_who_may_lock_any_amount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nCapEff:\t000001ffffffffff\n")
+    assert memory.lock_limit(status) is None
+    status.write_text("CapEff:\t0000000000000000\n")
+    assert memory.lock_limit(status) == 65536
+    monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
+    assert memory.lock_limit(status) is None
 
 
 def test_a_directory_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert only(doctor.check_state_directory(tmp_path)).state == "ok"
-    assert "will be made" in only(doctor.check_state_directory(tmp_path / "a" / "b")).detail
-    assert only(doctor.check_socket(tmp_path / "a.sock")).state == "ok"
+    assert only(machine.check_state_directory(tmp_path)).state == "ok"
+    assert "will be made" in only(machine.check_state_directory(tmp_path / "a" / "b")).detail
+    assert only(machine.check_socket(tmp_path / "a.sock")).state == "ok"
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    finding = only(doctor.check_state_directory(tmp_path))
+    finding = only(machine.check_state_directory(tmp_path))
     assert finding.state == "failure"
     assert finding.remedy.startswith("install -d")
-    assert only(doctor.check_socket(tmp_path / "a.sock")).state == "failure"
+    assert only(machine.check_socket(tmp_path / "a.sock")).state == "failure"
 
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path) -> None:
-    assert only(doctor.check_socket(tmp_path / ("x" * 108))).state == "failure"
-    assert only(doctor.check_socket(None)).state == "info"
+    assert only(machine.check_socket(tmp_path / ("x" * 108))).state == "failure"
+    assert only(machine.check_socket(None)).state == "info"
 
 
 def test_ssd_space_and_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(capacity: str) -> doctor.Config:
+    def config(capacity: str) -> Config:
         return load(
             environ={
                 "KVSTORE_SSD__CAPACITY": capacity,
@@ -108,8 +161,8 @@ def test_ssd_space_and_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             }
         ).config
 
-    assert list(doctor.check_ssd(config("8192")))[-1].state == "ok"
-    too_much = list(doctor.check_ssd(config("900PiB")))[-1]
+    assert list(machine.check_ssd(config("8192")))[-1].state == "ok"
+    too_much = list(machine.check_ssd(config("900PiB")))[-1]
     assert too_much.state == "failure"
     assert "--ssd" in too_much.remedy
 
@@ -117,29 +170,22 @@ def test_ssd_space_and_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("os.open", refuse)
-    direct = next(doctor.check_ssd(config("8192")))
+    direct = next(machine.check_ssd(config("8192")))
     assert direct.state == "failure"
     assert "tmpfs" in direct.remedy
 
 
 def test_a_clock_from_the_past() -> None:
-    assert only(doctor.check_clock()).state == "ok"
-    past = only(doctor.check_clock(0.0))
+    assert only(machine.check_clock()).state == "ok"
+    past = only(machine.check_clock(0.0))
     assert past.state == "warning"
     assert "1970-01-01" in past.detail
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    findings = list(doctor.check_extras())
+    findings = list(machine.check_extras())
     assert {finding.state for finding in findings} == {"info"}
     assert "'.[plot]'" in findings[-1].remedy
     assert all("pip install kvstore" not in finding.remedy for finding in findings)
-    assert any(finding.state == "failure" for finding in doctor.check_python())
-
-
-def test_rdma_devices(tmp_path: Path) -> None:
-    assert only(doctor.check_rdma(tmp_path / "nowhere")).state == "info"
-    assert only(doctor.check_rdma(tmp_path)).state == "info"
-    (tmp_path / "rxe0").mkdir()
-    assert only(doctor.check_rdma(tmp_path)) == Finding("rdma", "ok", "devices: rxe0")
+    assert any(finding.state == "failure" for finding in machine.check_python())

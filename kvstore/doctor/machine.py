@@ -1,28 +1,21 @@
-"""What can be wrong with a machine before a node runs on it, and the command that mends it.
-
-Each check looks at one thing, changes nothing that lasts, and gives findings. None raises: what
-cannot be found out is a finding too.
-"""
+"""Checks of the interpreter, the system, and the places where a node writes."""
 
 import ctypes
 import importlib.util
 import mmap
 import os
 import platform
-import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from kvstore.config import MAX_SOCKET_PATH, Config
+from kvstore.doctor.finding import Finding
 from kvstore.units import format_size
-
-State = Literal["ok", "info", "warning", "failure"]
 
 EXTRAS: Final = (
     ("torch", "transformers", "KV tensors of torch, and the Transformers connector"),
@@ -34,34 +27,6 @@ EXTRAS: Final = (
 _EARLIEST_CLOCK: Final = 1_735_689_600.0
 _BLOCK: Final = 4096
 _INSTALL: Final = "pip install '.[{extra}]'   # in the checkout of tiered-kvstore"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found: a state, what was looked at, and how to mend it."""
-
-    check: str
-    state: State
-    detail: str
-    remedy: str = ""
-
-
-def examine(config: Config) -> list[Finding]:
-    """All checks of this machine for a node with ``config``, except whether one is running."""
-    checks: Iterable[Iterator[Finding]] = (
-        check_python(),
-        check_platform(),
-        check_memory(config),
-        check_huge_pages(config.dram.huge_pages),
-        check_locked_memory(config.dram.capacity),
-        check_state_directory(config.node.state_directory),
-        check_ssd(config),
-        check_socket(config.listen.unix),
-        check_clock(),
-        check_extras(),
-        check_rdma(),
-    )
-    return [finding for check in checks for finding in check]
 
 
 def check_python() -> Iterator[Finding]:
@@ -83,79 +48,6 @@ def check_platform(system: str | None = None, pointer_bits: int | None = None) -
         yield Finding("platform", "failure", f"{text}: a node needs Linux on 64 bits")
     else:
         yield Finding("platform", "ok", text)
-
-
-def check_memory(config: Config, meminfo: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
-    """memfd, and the memory at hand against the DRAM capacity."""
-    try:
-        descriptor = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
-    except (OSError, AttributeError) as error:
-        yield Finding("memory", "failure", f"memfd_create does not work: {error}")
-    else:
-        os.close(descriptor)
-        yield Finding("memory", "ok", "memfd works; /dev/shm is not needed")
-    fields = _meminfo(meminfo)
-    available = fields.get("MemAvailable")
-    if available is None:
-        yield Finding("memory", "warning", f"{meminfo} does not say how much memory is free")
-        return
-    wanted = config.dram.capacity
-    text = f"{format_size(available)} available, {format_size(wanted)} wanted for the DRAM tier"
-    if available < wanted:
-        remedy = f"kvstore serve --dram {max(available * 3 // 4 >> 20, 1)}MiB"
-        yield Finding("memory", "failure", text, remedy)
-    else:
-        yield Finding("memory", "ok", text)
-
-
-def _meminfo(path: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            found[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
-    return found
-
-
-def check_huge_pages(
-    wanted: str,
-    setting: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-) -> Iterator[Finding]:
-    """Whether memfd segments can get 2 MiB pages."""
-    if wanted == "never":
-        yield Finding("huge pages", "info", "not asked for (dram.huge_pages = never)")
-        return
-    try:
-        text = setting.read_text(encoding="ascii").strip()
-    except OSError:
-        text = ""
-    chosen = text.partition("[")[2].partition("]")[0]
-    if chosen in ("always", "within_size", "advise", "force"):
-        yield Finding("huge pages", "ok", f"shared memory may have them ({chosen})")
-        return
-    state: State = "failure" if wanted == "require" else "warning"
-    detail = f"the kernel gives none to shared memory ({chosen or 'not supported'})"
-    yield Finding("huge pages", state, detail, f"echo advise > {setting}")
-
-
-def check_locked_memory(capacity: int, limit: int | None = None) -> Iterator[Finding]:
-    """The memlock limit against the arena, which RDMA pins as a whole."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    if soft == resource.RLIM_INFINITY or soft >= capacity:
-        shown = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
-        yield Finding("locked memory", "ok", f"limit is {shown}")
-        return
-    detail = (
-        f"limit {format_size(soft)} is below the DRAM capacity ({format_size(capacity)}); "
-        "only RDMA needs it"
-    )
-    remedy = "ulimit -l unlimited   # or LimitMEMLOCK=infinity in the systemd unit"
-    yield Finding("locked memory", "info", detail, remedy)
 
 
 def check_state_directory(directory: Path) -> Iterator[Finding]:
@@ -252,18 +144,6 @@ def check_extras() -> Iterator[Finding]:
         else:
             detail = f"{module} is not installed; {purpose} need the extra {extra}"
             yield Finding("extras", "info", detail, _INSTALL.format(extra=extra))
-
-
-def check_rdma(devices: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
-    """Whether any RDMA device exists."""
-    try:
-        names = sorted(entry.name for entry in devices.iterdir())
-    except OSError:
-        names = []
-    if names:
-        yield Finding("rdma", "ok", f"devices: {', '.join(names)}")
-    else:
-        yield Finding("rdma", "info", "no RDMA device; blocks move over shm and tcp")
 
 
 def _nearest(path: Path) -> Path:

@@ -213,7 +213,8 @@ class PeerSession:
         try:
             named = transport.destinations(into)
         except TransportError as error:
-            raise Unavailable(str(error)) from error
+            self.close(Unavailable(str(error)))
+            raise Unavailable(f"no memory can be named to the peer: {error}") from error
         try:
             request = Get(hashes, destinations=named)
             return Getting(self._begin(request, deadline, landing), named)

@@ -6,6 +6,7 @@ A device that fails ends the sessions that use it; it is opened anew for the nex
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Mapping
 
 import structlog
@@ -123,8 +124,10 @@ class VerbsDevice:
         Raises:
             TransportError: there is no device, or it refused.
         """
-        driver = self._working().driver
-        return VerbsPullTransport(driver.adapter, driver.settings)
+        opened = self._working()
+        half = VerbsPullTransport(opened.driver.adapter, opened.driver.settings)
+        opened.pulling.add(half)
+        return half
 
     def _working(self) -> _Opened:
         if self._openings and (self._opened is None or self._opened.driver.failed is not None):
@@ -183,6 +186,7 @@ class _Opened:
     Attributes:
         driver: posts the work.
         arena: the node's memory as the device knows it.
+        pulling: halves of sessions with peers.
         registering: registers it.
 
     Raises:
@@ -199,6 +203,7 @@ class _Opened:
         self._adapter = adapter
         self._dram = dram
         self.registering: asyncio.Task[None] | None = None
+        self.pulling: weakref.WeakSet[VerbsPullTransport] = weakref.WeakSet()
         self.arena = Arena(VerbsRegistrar(adapter, shared=False), dram, dram.populate)
         try:
             self.driver = Driver(adapter, settings, counters)
@@ -212,6 +217,8 @@ class _Opened:
         """End all queue pairs, deregister the memory and give the device back."""
         if self.registering is not None:
             self.registering.cancel()
+        for half in list(self.pulling):
+            half.close()
         self.driver.close()
         self._dram.on_release = None
         self.arena.close()

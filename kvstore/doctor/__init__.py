@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from kvstore.config import Config
 from kvstore.doctor import machine, memory, rdma
-from kvstore.doctor.facts import probe
+from kvstore.doctor.facts import gather
 from kvstore.doctor.finding import Finding, State
 
 __all__ = ["Finding", "State", "examine"]
@@ -16,7 +16,7 @@ __all__ = ["Finding", "State", "examine"]
 
 def examine(config: Config) -> list[Finding]:
     """All checks of this machine for a node with ``config``, except whether one is running."""
-    facts = probe(config.rdma)
+    facts = gather(config.rdma)
     needs_rdma = config.rdma.mode == "require"
     checks: Iterable[Iterator[Finding]] = (
         machine.check_python(),

@@ -69,7 +69,7 @@ class RdmaFacts:
     gpu: Gpu = Gpu()
 
 
-def probe(section: RdmaSection, root: Path = Path("/")) -> RdmaFacts:
+def gather(section: RdmaSection, root: Path = Path("/")) -> RdmaFacts:
     """Look at this machine. Opens the device that a node would use, and closes it again.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.config import RdmaSection
 from kvstore.doctor import Finding
-from kvstore.doctor.facts import Gpu, RdmaFacts, probe
+from kvstore.doctor.facts import Gpu, RdmaFacts, gather
 from kvstore.doctor.rdma import check_gpu_memory, check_rdma
 from rdma.errors import TransportError
 from rdma.verbs.choice import choose
@@ -219,7 +219,7 @@ def test_a_machine_is_probed_by_its_files(tmp_path: Path, monkeypatch: pytest.Mo
     card.mkdir(parents=True)
     (card / "driver").symlink_to(tmp_path / "sys/bus/pci/drivers/mlx5_core")
     (tmp_path / "sys/class/net/lo").mkdir()
-    found = probe(ANY, tmp_path)
+    found = gather(ANY, tmp_path)
     assert [device.name for device in found.devices] == ["mlx5_0"]
     assert found.drivers == {"ens1": "mlx5_core"}
     assert found.closed == {"mlx5_0": "/dev/infiniband/uverbs0"}
@@ -230,6 +230,6 @@ def test_a_machine_is_probed_by_its_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_machine_with_nothing_is_probed_all_the_same(tmp_path: Path) -> None:
-    found = probe(ANY, tmp_path)
+    found = gather(ANY, tmp_path)
     assert (found.devices, found.drivers, found.closed, found.gpu.driver) == ((), {}, {}, "")
     assert "no RDMA device" in found.choice_error

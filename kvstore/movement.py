@@ -6,6 +6,9 @@
   SSD and leave DRAM until the low watermark is reached. A block goes down with those of its prefix
   that have no copy there yet, so that what the SSD holds is usable after a crash. A copy below is
   kept when the block is promoted, so demoting it again is free.
+* **Working ahead**: DRAM can be full below the high watermark, where each tenant has segments of
+  its own that others can't use. From the first eviction that a put needs, the blocks that would go
+  next are kept copied, so that evicting them loses nothing.
 * **Reclaim** empties a region of the SSD log before it is needed.
 
 A write budget that is used up, or an SSD that fails, stops demotion; puts then evict what they
@@ -40,6 +43,8 @@ _log = structlog.get_logger(__name__)
 
 _BATCH: Final = 16
 """Blocks demoted between two looks at the watermark."""
+_MOST_AHEAD: Final = 512
+"""Blocks kept copied where puts evict: more than they evict while these are written."""
 _PAUSE_SECONDS: Final = 0.05
 """Wait before trying again after the budget was used up or nothing could go."""
 _MOST_AT_ONCE: Final = 128
@@ -82,6 +87,8 @@ class Movement:
         self._budget = budget
         self._depth = queue_depth
         self._pressure = asyncio.Event()
+        self._crowded = False
+        self._flush_ends = float("inf")
         self._promotions: dict[Entry, asyncio.Task[MissReason | None]] = {}
         self._copies: dict[Entry, asyncio.Task[bool]] = {}
         self._writing = asyncio.Lock()
@@ -97,12 +104,13 @@ class Movement:
         # Of a log of a few regions, one must be left for what is being written.
         self._spare = max(min(_SPARE_REGIONS, self._ssd.statistics().regions - 2), 1)
         self._node.on_growth = self._watch
+        self._node.on_crowding = self._note_crowding
         self._task = asyncio.get_running_loop().create_task(self._run(), name="demotion")
         self._watch()
 
     async def close(self) -> None:
         """Stop demotion, wait for what is in flight, and end the threads."""
-        self._node.on_growth = lambda: None
+        self._node.on_growth = self._node.on_crowding = lambda: None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -188,6 +196,10 @@ class Movement:
         if self._occupancy() > self._high:
             self._pressure.set()
 
+    def _note_crowding(self) -> None:
+        self._crowded = True
+        self._pressure.set()
+
     def _occupancy(self) -> float:
         dram = self._node.dram
         return dram.used / dram.capacity
@@ -199,6 +211,19 @@ class Movement:
                 if not await self._demote_some():
                     await asyncio.sleep(_PAUSE_SECONDS)
             self._pressure.clear()
+            if self._crowded:
+                self._crowded = False
+                await self._copy_ahead()
+
+    async def _copy_ahead(self) -> None:
+        """Copy what puts would evict next, a part at a time as what that is changes."""
+        dirty = [entry for entry in self._coldest(_MOST_AHEAD) if entry.ssd is None]
+        for start in range(0, len(dirty), _BATCH):
+            if not await self.copy_down(
+                entry for entry in dirty[start : start + _BATCH] if not entry.gone
+            ):
+                await asyncio.sleep(_PAUSE_SECONDS)
+                return
 
     async def _demote_some(self) -> bool:
         node = self._node
@@ -239,7 +264,7 @@ class Movement:
         written = 0
         for some in self._parts(entries):
             async with self._writing:
-                if self._node.clock() >= deadline:
+                if self._is_over(deadline):
                     break
                 await self._make_room(deadline)
                 if self._ssd.free_regions < self._spare:
@@ -251,6 +276,10 @@ class Movement:
             if part and not done:
                 break
         return written
+
+    def _is_over(self, deadline: float) -> bool:
+        """Whether writing has to stop; nothing goes on beyond the end of a flush that waits."""
+        return self._node.clock() >= min(deadline, self._flush_ends)
 
     def _parts(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         """Divide blocks into parts that take little time and put at most one more region to use."""
@@ -342,7 +371,11 @@ class Movement:
         ]
         # Stable: among blocks used at the same time the parent comes first, as it was committed.
         dirty.sort(key=lambda entry: entry.last_use, reverse=True)
-        return await self._write_down(dirty, deadline)
+        self._flush_ends = min(self._flush_ends, deadline)
+        try:
+            return await self._write_down(dirty, deadline)
+        finally:
+            self._flush_ends = float("inf")
 
     # --- reclaim -------------------------------------------------------------------------------
 
@@ -361,7 +394,7 @@ class Movement:
         await asyncio.gather(*loading, return_exceptions=True)
         plan = plan_reclaim(self._residents(region), self._region_bytes)
         for entry in plan.keep:
-            if self._node.clock() >= deadline:
+            if self._is_over(deadline):
                 return False
             await self._rewrite(entry)
         remaining = self._residents(region)

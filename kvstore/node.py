@@ -70,6 +70,8 @@ class Node:
         self.departures = departures
         self.metrics = metrics
         self.clock = clock
+        self.on_crowding: Callable[[], None] = lambda: None
+        """Called when a block needs evictions to find room; movement works ahead from then on."""
         self.on_growth: Callable[[], None] = lambda: None
         """Called after DRAM was handed out; movement hangs its watermark check here."""
         self._waiters: dict[Entry, list[asyncio.Future[None]]] = {}
@@ -307,6 +309,7 @@ class Node:
         extent = self.dram.reserve(owner, size, tag)
         if extent is not None:
             return extent
+        self.on_crowding()
         if victims is None:
             victims = self.index.victims()
         for victim in islice(victims, _MOST_EVICTIONS_A_BLOCK):

@@ -87,8 +87,9 @@ async def hierarchy(
     rate: float | None = None,
     device: FaultyDevice | None = None,
     high: float = 0.9,
+    segments: int = 1,
 ) -> AsyncIterator[Hierarchy]:
-    dram = DramTier(DRAM, segment_bytes=DRAM, prefault=False)
+    dram = DramTier(DRAM, segment_bytes=DRAM // segments, prefault=False)
     ssd = SsdTier(directory, ssd_bytes, region_bytes=REGION, queue_depth=4, device=device)
     with dram, ssd:
         node = Node(
@@ -291,3 +292,22 @@ async def test_a_flush_ends_at_its_deadline_even_where_it_has_to_reclaim(
         began = time.monotonic()
         await levels.movement.flush(began + 0.2)
         assert time.monotonic() - began < 0.8
+
+
+async def test_blocks_go_down_where_segments_of_others_are_half_empty(tmp_path: Path) -> None:
+    async with hierarchy(tmp_path, segments=4) as levels:
+        dram = levels.node.dram
+        per_segment = dram.capacity // 4 // BLOCK
+        held = [dram.reserve("another tenant", BLOCK, object()) for _ in range(3 * per_segment)]
+        for position, extent in enumerate(held):
+            if position % per_segment:
+                assert extent is not None
+                dram.free(extent)
+        chains = [[name(number, depth) for depth in range(2)] for number in range(16)]
+        for chain in chains:
+            levels.put(chain)
+            assert dram.used < 0.5 * dram.capacity
+            await asyncio.sleep(0.1)
+        first_evictions = 2
+        kept = sum(len(levels.node.index.match([levels.shard], chain)) for chain in chains)
+        assert kept >= 2 * len(chains) - first_evictions

@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
-from rdma.errors import BadPlace, RegionError
+from rdma.errors import BadPlace, TransportError
 from rdma.transport import ClientTransport
 
 T = TypeVar("T")
@@ -299,7 +299,7 @@ class _Part:
         """The request for the blocks.
 
         Raises:
-            Unavailable: the memory can't be registered.
+            Unavailable: the memory can't be registered, or the session has ended.
         """
         transport, buffers = self._terms.transport, self._buffers
         self._named = _name(transport.destinations, buffers)
@@ -340,11 +340,11 @@ def _name(
     """What the transport tells the node of the caller's memory.
 
     Raises:
-        Unavailable: the memory can't be registered.
+        Unavailable: the memory can't be registered, or the session has ended.
     """
     try:
         return how(buffers)
-    except RegionError as error:
+    except TransportError as error:
         raise Unavailable(str(error)) from error
 
 

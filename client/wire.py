@@ -337,8 +337,9 @@ class Wire:
 
     def _abandon(self, pending: Pending[Any]) -> None:
         """Give a call up. The node may still be at the memory that it was told of, if any."""
+        if not pending.done and self._transport is not None:
+            self._exposed = self._transport.exposes_memory
         self._caller.abandon(pending)
-        self._exposed = self._transport is not None and self._transport.exposes_memory
 
     def _receive(self, pending: Pending[Any], end: float) -> None:
         """Receive once; give ``pending`` up at the deadline."""

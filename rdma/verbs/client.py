@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import mmap
 import os
 import threading
@@ -119,9 +121,21 @@ def _after_fork_in_child() -> None:
     for device in _shared.values():
         device.inherited = True
     _shared.clear()
+    # Not even at the end of the process, when what modules hold is finalized.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
     _lock.release()
 
 
+def _at_exit() -> None:
+    """Give the devices back in the order that pyverbs wants; the interpreter's end has none."""
+    while _shared:
+        _, device = _shared.popitem()
+        for pair in list(device.pairs):
+            pair.destroy()
+        device.close()
+
+
+atexit.register(_at_exit)
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_after_fork_in_parent,

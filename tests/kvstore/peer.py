@@ -85,7 +85,11 @@ class Peer:
         return parse_answer(request, header), received
 
     def hello(
-        self, namespace: Namespace = NAMESPACE, transport: str = "tcp", shard: int = 0
+        self,
+        namespace: Namespace = NAMESPACE,
+        transport: str = "tcp",
+        shard: int = 0,
+        offer: dict[str, object] | None = None,
     ) -> Welcome:
         """Open the session."""
         hello = Hello(
@@ -95,6 +99,7 @@ class Peer:
             dict(namespace.describe()),
             shard,
             [transport],
+            offers={transport: offer} if offer else {},
         )
         welcome: Welcome = self.ask(hello)[0]
         return welcome

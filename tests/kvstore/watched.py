@@ -38,11 +38,12 @@ class Watched(DaemonThread):
     def __exit__(self, *error: object) -> None:
         try:
             if error[0] is None:
-                self._check()
+                self.check()
         finally:
             super().__exit__(*error)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Wait for the clients to be gone; fail if anything of theirs is left."""
         metrics = self.metrics
         wait_for(lambda: metrics.sessions == 0)
         wait_for(lambda: (metrics.pins, metrics.reservations) == (0, 0))

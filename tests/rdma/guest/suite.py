@@ -42,7 +42,7 @@ class Part:
 
 
 PARTS = (
-    Part("tests/rdma/verbs", pair=False, timeout=240),
+    Part("tests/rdma/verbs", pair=False, timeout=420),
     Part("tests/rdma/lan", pair=True, timeout=200),
 )
 

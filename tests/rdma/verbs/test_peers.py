@@ -118,6 +118,31 @@ except RegionError as error:
 """
 
 
+FORKING = """
+import os, sys
+from rdma.verbs.client import VerbsClientTransport
+client = VerbsClientTransport()
+memory = memoryview(bytearray(1 << 16))
+named = client.destinations([memory])
+if not (child := os.fork()):
+    client.close()
+    del client
+    own = VerbsClientTransport()
+    own.done(own.destinations([memory]))
+    sys.exit()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+client._pair._queue.query(1)
+client.done(named)
+"""
+
+
+def test_the_child_of_a_fork_leaves_the_parents_device_alone_and_both_end_quietly() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
+
+
 async def test_memory_that_may_not_be_locked_is_a_typed_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=50, check=False

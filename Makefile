@@ -15,7 +15,7 @@ export VENV
 PYTHON_ := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-rdma lint format types contracts proto proto-check wheel-check bench clean
+.PHONY: help setup demo test test-rdma lint format types contracts proto proto-check wheel-check bench bench-rdma clean
 
 help:
 	@sed -n '3,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,10 @@ wheel-check: $(READY)
 bench: $(READY)
 	@command -v fio >/dev/null || { [ "$$(id -u)" -eq 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends fio; } || echo "bench: no fio: the SSD row will say so"
 	$(PYTHON_) -m benchmarks $(BENCH)
+
+# The figures of one kind of emulated machine: only their ratios mean anything.
+bench-rdma: $(READY)
+	scripts/rdma-guest --timeout 900 --results benchmarks/results -- bash -c 'python -m benchmarks --only rdma --json "$$RDMA_GUEST_RESULTS/rdma.json" $(BENCH)'
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .guest

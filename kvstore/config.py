@@ -110,8 +110,9 @@ class DramSection(Section):
 
     capacity: Annotated[Size, Field(gt=0)] = 1 << 30
     """Bytes of block memory."""
-    segment: Annotated[Size, Field(gt=0)] = 1 << 30
-    """Bytes of one memfd segment. Unset: 1 GiB, or the capacity where that is smaller."""
+    segment: Annotated[Size, Field(gt=0)] = 128 << 20
+    """Bytes of one memfd segment: the largest block, and what one tenant has at least. Unset: an
+    eighth of the capacity, from 64 MiB (or all of it) to 1 GiB."""
     huge_pages: Literal["auto", "never", "require"] = "auto"
     """Whether segments ask for 2 MiB pages."""
     prefault: bool = True
@@ -264,14 +265,15 @@ def derive(tree: dict[str, object]) -> dict[str, object]:
     state = sections.get("node", {}).get("state_directory") or str(default_state_directory())
     if "unix" not in listen and isinstance(state, (str, Path)):
         listen["unix"] = str(Path(state).expanduser() / "kvstore.sock")
-    _derive_size(sections, "dram", "segment", share=1, default=1 << 30)
-    _derive_size(sections, "ssd", "region", share=8, default=64 << 20)
+    _derive_size(sections, "dram", "segment", least=64 << 20, most=1 << 30)
+    _derive_size(sections, "ssd", "region", least=PAGE, most=64 << 20)
     return tree | sections
 
 
 def _derive_size(
-    sections: dict[str, dict[str, object]], section: str, key: str, *, share: int, default: int
+    sections: dict[str, dict[str, object]], section: str, key: str, *, least: int, most: int
 ) -> None:
+    """Make an eighth of the capacity the default of a part's size, within bounds."""
     values = sections.get(section, {})
     if key in values or "capacity" not in values:
         return
@@ -279,8 +281,11 @@ def _derive_size(
         capacity = parse_size(values["capacity"])
     except ValueError:
         return
-    if 0 < capacity // share < default:
-        values[key] = max(capacity // share // PAGE * PAGE, PAGE)
+    if capacity <= 0:
+        return
+    size = min(max(capacity // 8, least), most, capacity)
+    step = HUGE_PAGE if size >= HUGE_PAGE else PAGE
+    values[key] = max(size // step * step, PAGE)
 
 
 Complaint = tuple[tuple[str, ...], str]

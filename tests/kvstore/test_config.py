@@ -105,6 +105,21 @@ def test_small_capacities_get_small_segments_and_regions() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capacity", "segment"),
+    [("16MiB", 16), ("100MiB", 64), ("1GiB", 128), ("3GiB", 384), ("8GiB", 1024), ("1TiB", 1024)],
+)
+def test_a_node_has_segments_for_several_tenants(capacity: str, segment: int) -> None:
+    config = load(environ={"KVSTORE_DRAM__CAPACITY": capacity}).config
+    assert config.dram.segment == segment << 20
+
+
+def test_defaults_agree_with_what_is_derived() -> None:
+    config = load(environ={}).config
+    derived = load(environ={"KVSTORE_DRAM__CAPACITY": str(config.dram.capacity)}).config
+    assert derived.dram == config.dram
+
+
+@pytest.mark.parametrize(
     ("environ", "expected"),
     [
         ({"KVSTORE_DRAM__CAPACITY": "-1"}, r"^dram.capacity: .*negative.*KVSTORE_DRAM__CAPACITY"),

@@ -53,7 +53,7 @@ class VerbsDevice:
             return self.absence
         driver = self._opened.driver
         state = "failed" if driver.failed else "port down" if driver.port_down else "up"
-        return f"{driver.adapter.choice}, {state}, {driver.queues} queue pairs"
+        return f"{driver.adapter.choice}, {state}, queue pairs: {driver.queues}"
 
     @property
     def driver(self) -> Driver | None:

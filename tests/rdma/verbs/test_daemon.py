@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 import urllib.request
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvstore.identity import ROOT_PARENT, Namespace
 from kvstore.protocol.messages import Abort, Get, Reserve, Write, request_header
 from rdma.verbs.adapter import DEVICE_FAILED
 from rdma.verbs.client import VerbsClientTransport, shared_device
+from tests.client.sync_facade import AsyncFacade
 from tests.kvstore.peer import Peer, content
 from tests.kvstore.watched import Watched, chain, connected
 from tests.rdma.verbs.forked import Channel, Forked
@@ -75,6 +77,10 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def connect(url: str, block_bytes: int = BLOCK, *, transport: str = "rdma", **more: Any) -> Client:
     found = namespace(block_bytes)
     return kvstore.connect(url, found, transport=transport, **{"deadline": SECONDS, **more})
+
+
+def connect_by_asyncio(url: str, block_bytes: int) -> AsyncFacade:
+    return AsyncFacade(url, namespace(block_bytes), transport="rdma", deadline=SECONDS)
 
 
 def blocks(number: int, size: int = BLOCK) -> list[bytes]:
@@ -399,14 +405,16 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("direction", ["get", "put"])
+@pytest.mark.parametrize(
+    ("direction", "kind"), [("get", connect), ("put", connect), ("get", connect_by_asyncio)]
+)
 def test_a_node_that_fails_in_a_call_is_a_miss_and_touches_nothing_afterwards(
-    daemons: Daemons, number: int, direction: str
+    daemons: Daemons, number: int, direction: str, kind: Callable[[str, int], Any]
 ) -> None:
     daemon = daemons.start()
     hashes, stored = chain("failing", length=48), blocks(48, LARGE)
     received = [memoryview(block) for block in room(48, LARGE)]
-    with connect(daemons.url, LARGE) as client:
+    with contextlib.closing(kind(daemons.url, LARGE)) as client:
         if direction == "get":
             assert client.put(hashes, stored).stored == 48
         timer = threading.Timer(0.4, daemon.signal, [number])

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import secrets
 import signal
 import time
@@ -259,4 +260,7 @@ def serve(config: Config, on_ready: Callable[[], object] = lambda: None) -> int:
         StateLocked: another daemon has the state directory.
         ConfigError: a setting is impossible on this machine.
     """
+    # A session has a descriptor, and so has a segment; the usual soft limit is below their number.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return uvloop.run(_serve(config, on_ready))

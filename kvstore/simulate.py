@@ -137,6 +137,8 @@ def configurations(
     for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
+        if not workload.unique:
+            raise ConfigError("the trace has no blocks: nothing to simulate")
         for upper in dram:
             dram_blocks = upper.in_blocks(workload.unique, block_bytes)
             if dram_blocks == 0:

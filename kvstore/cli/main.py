@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import cleandoc
+from io import TextIOWrapper
 from typing import Annotated, Any, Final
 
 import typer
@@ -93,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; by default those of the process.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Names are any text, and a terminal may be of a locale that lacks some of it.
+            stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="kvstore")
     except SystemExit as end:

@@ -447,6 +447,15 @@ def test_the_module_is_the_command() -> None:
     assert ended.stdout.startswith("kvstore ")
 
 
+def test_text_that_the_locale_lacks_is_no_crash(tmp_path: Path) -> None:
+    missing = tmp_path / "schön"
+    ended = run_process(
+        "config", "--set", f"node.state_directory={missing}", PYTHONIOENCODING="ascii"
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "sch?n" in ended.stdout
+
+
 def test_help_needs_nothing_heavy() -> None:
     heavy = ("torch", "matplotlib", "numpy", "grpclib", "google.protobuf", "kvstore.config")
     probe = (

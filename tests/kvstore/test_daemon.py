@@ -150,6 +150,16 @@ def test_socket_of_a_dead_daemon_is_replaced_and_that_of_a_living_one_is_not(
 # --- stopping -------------------------------------------------------------------------------------
 
 
+def test_daemon_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with daemon_process(make_config(tmp_path)) as daemon:
+            assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_daemon_out_of_descriptors_rests_and_serves_again(tmp_path: Path) -> None:
     with daemon_process(make_config(tmp_path)) as daemon:
         held = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir()))

@@ -133,6 +133,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._leases: dict[int, list[Entry]] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._turns: dict[int, asyncio.Event] = {}  # of the last write begun in each
         self._held = 0
 
     def __repr__(self) -> str:
@@ -408,11 +409,17 @@ class Session:
         reservation = self._reservation(request.reservation)
         blocks = reservation.select(request.indexes)
         places = self._places(request, blocks)
+        later = request.commit and self._verify
         if request.length:
             if self.transport.waits:
-                return self._write_later(request, reservation, blocks, places, deadline)
-            at_once(self.transport.pull(places, request.length, request.sources, deadline))
-        return self._landed(request, reservation, blocks)
+                later = True
+            else:
+                at_once(self.transport.pull(places, request.length, request.sources, deadline))
+        if later:
+            # At once: a request that came with this one must not change what is written here.
+            reservation.checking.update(request.indexes)
+            return self._write_later(request, reservation, blocks, places, deadline)
+        return self._landed(request, reservation) or self._commit(request, reservation)
 
     async def _write_later(
         self,
@@ -422,43 +429,53 @@ class Session:
         places: Sequence[int],
         deadline: float,
     ) -> Reply:
+        if self._reservations.get(reservation.number) is not reservation:
+            # By a request that came with this one; the memory may be other blocks' by now.
+            raise InvalidRequest(f"reservation {reservation.number} was given up meanwhile")
+        before, over = self._turns.get(reservation.number), asyncio.Event()
+        self._turns[reservation.number] = over
         # The transport writes to the blocks until it returns, even if they are given up meanwhile.
         self._node.pin(blocks)
-        reservation.checking.update(request.indexes)
         try:
-            await self.transport.pull(places, request.length, request.sources, deadline)
+            if request.length and self.transport.waits:
+                await self.transport.pull(places, request.length, request.sources, deadline)
+            if (reply := self._landed(request, reservation)) is not None:
+                return reply
+            if self._verify:
+                await self._verify_written(request, reservation, blocks)
+            if before is not None:
+                # Else blocks whose parents come a little later would be answered for as lost.
+                await before.wait()
+            reservation.checking.difference_update(request.indexes)
+            return self._commit(request, reservation)
         finally:
             reservation.checking.difference_update(request.indexes)
             self._node.unpin(blocks)
-        return await finished(self._landed(request, reservation, blocks))
+            over.set()
+            if self._turns[reservation.number] is over:
+                del self._turns[reservation.number]
 
-    def _landed(self, request: Write, reservation: Reservation, blocks: Sequence[Entry]) -> Handled:
-        """Go on with a write whose bytes are all there."""
-        self._node.metrics.moved(self.transport.name, "in", len(blocks) * request.length)
+    def _landed(self, request: Write, reservation: Reservation) -> Reply | None:
+        """Take note of a write whose bytes are all there; a reply where no more is asked."""
+        count = len(request.indexes)
+        self._node.metrics.moved(self.transport.name, "in", count * request.length)
         if not request.commit:
-            return Reply(WriteAnswer(bytes(len(blocks))))
+            return Reply(WriteAnswer(bytes(count)))
         if request.checksums is not None:
             reservation.checksums.update(zip(request.indexes, request.checksums, strict=True))
-        if self._verify:
-            reservation.checking.update(request.indexes)
-            return self._write_verified(request, reservation, blocks)
-        return self._commit(request, reservation)
+        return None
 
-    async def _write_verified(
+    async def _verify_written(
         self, request: Write, reservation: Reservation, blocks: Sequence[Entry]
-    ) -> Reply:
+    ) -> None:
         views = [
             self._node.dram.view(entry.dram, self._size)  # type: ignore[arg-type]
             for entry in blocks
         ]
-        try:
-            sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
-        finally:
-            reservation.checking.difference_update(request.indexes)
+        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
         for position, checksum in zip(request.indexes, sums, strict=True):
             if reservation.checksums.setdefault(position, checksum) != checksum:
                 raise InvalidRequest(f"block {position} does not match the checksum given for it")
-        return self._commit(request, reservation)
 
     def _commit(self, request: Write, reservation: Reservation) -> Reply:
         began = time.perf_counter()

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from crc32c import crc32c
 
+from kvstore import session
 from kvstore.control.interface import Ending
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.identity import ROOT_PARENT
 from kvstore.node import RESERVATION_SECONDS
+from kvstore.protocol.frames import encode
 from kvstore.protocol.messages import (
     BUSY,
     FILL,
@@ -464,6 +466,40 @@ def test_block_does_not_change_between_its_check_and_its_commit(careful: Watched
             assert answers[1001][1:] == [0, b"\1"]
             assert answers[1002][1:3] == [1, "invalid_request"]
             assert peer.ask(Get([block]))[1] == content(block)
+
+
+def test_blocks_that_overtake_their_parents_are_answered_for_as_stored(
+    careful: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = chain("overtaken", length=3)
+
+    def check_slowly(view: memoryview) -> int:
+        if view[:32] == hashes[0]:
+            time.sleep(0.05)
+        return crc32c(view)
+
+    monkeypatch.setattr(session, "crc32c", check_slowly)
+    with connected(careful) as peer:
+        number = peer.ask(Reserve(ROOT_PARENT, hashes))[0].reservation
+        for index in range(3):
+            request = Write(number, [index], 0, BLOCK)
+            peer.send(request_header(1000 + index, 5000, request), content(hashes[index]))
+        answers = [peer.receive()[0] for _ in range(3)]
+        assert answers == [[1000 + index, 0, b"\1"] for index in range(3)]
+
+
+def test_blocks_given_up_as_soon_as_they_are_written_are_not_stored(careful: Watched) -> None:
+    hashes = chain("given up", length=2)
+    with connected(careful) as peer:
+        number = peer.ask(Reserve(ROOT_PARENT, hashes))[0].reservation
+        write = encode(request_header(1001, 5000, Write(number, [0, 1], 0, BLOCK)), 2 * BLOCK)
+        abort = encode(request_header(1002, 5000, Abort(number)), 0)
+        peer.sock.sendall(write + b"".join(map(content, hashes)) + abort)
+        answers = {header[0]: header for header, _ in (peer.receive(), peer.receive())}
+        assert answers[1001][1:3] == [1, "invalid_request"]
+        assert answers[1002][1] == 0
+        assert peer.ask(Exists(hashes))[0].tiers == b"\0\0"
+        assert peer.put(hashes) == bytes([FILL, FILL])
 
 
 def test_get_of_nothing_finds_nothing(careful: Watched, tmp_path: Path) -> None:

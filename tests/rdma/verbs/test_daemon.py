@@ -28,9 +28,12 @@ from kvstore.config import Config
 from kvstore.daemon import serve
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.identity import ROOT_PARENT, Namespace
+from kvstore.protocol.frames import encode
 from kvstore.protocol.messages import Abort, Get, Reserve, Write, request_header
+from rdma.errors import RegionError
 from rdma.verbs.adapter import DEVICE_FAILED
 from rdma.verbs.client import VerbsClientTransport, shared_device
+from rdma.verbs.memory import Arena
 from tests.client.sync_facade import AsyncFacade
 from tests.kvstore.peer import Peer, content
 from tests.kvstore.watched import Watched, chain, connected
@@ -215,6 +218,21 @@ def test_a_node_without_rdma_is_reached_by_tcp_and_the_reason_told(tmp_path: Pat
             connect(node.tcp_url)
 
 
+def test_a_node_that_may_not_pin_its_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RegionError("this process may lock 65536 bytes (ulimit -l)")
+
+    monkeypatch.setattr(Arena, "register", refuse)
+    with Watched(make(tmp_path)) as node:
+        wait_for(lambda: node.daemon.verbs.absence)
+        with connect(node.tcp_url, transport="auto") as client:
+            assert client.stats().transport == "tcp"
+            assert "ulimit -l" in client.stats().transport_why
+        assert not node.call(node.daemon.verbs.state).up
+
+
 # --- memory and devices that change -------------------------------------------------------------
 
 
@@ -339,7 +357,10 @@ def test_a_key_that_is_not_the_clients_ends_its_session_alone(node: Watched) -> 
         assert received == stored
 
 
-def test_blocks_given_up_while_the_node_reads_them_stay_until_it_is_done(node: Watched) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_blocks_given_up_while_the_node_reads_them_stay_until_it_is_done(
+    node: Watched, together: bool
+) -> None:
     transport = VerbsClientTransport()
     source = memoryview(bytearray(16 * LARGE))
     with Peer(node.path) as peer:
@@ -356,13 +377,20 @@ def test_blocks_given_up_while_the_node_reads_them_stay_until_it_is_done(node: W
         ]
         begun, used = moving(node), node.used
         write = Write(number, list(range(16)), 0, LARGE, sources=triples)
-        peer.send(request_header(70, 30_000, write))
-        wait_for(lambda: moving(node) > begun)
-        peer.send(request_header(71, 30_000, Abort(number)))
+        frames = [
+            encode(request_header(70, 30_000, write), 0),
+            encode(request_header(71, 30_000, Abort(number)), 0),
+        ]
+        if together:
+            peer.sock.sendall(b"".join(frames))
+        else:
+            peer.sock.sendall(frames[0])
+            wait_for(lambda: moving(node) > begun)
+            peer.sock.sendall(frames[1])
         answers = {answer[0]: answer for answer, _ in (peer.receive(), peer.receive())}
         assert answers[71][1] == 0
         assert answers[70][1] == 1 or not any(answers[70][2])
-        assert moving(node) == begun + len(source)
+        assert moving(node) == begun + (0 if together else len(source))
         wait_for(lambda: node.used == used - 16 * LARGE)
         transport.done(sources)
     transport.close()

@@ -111,7 +111,7 @@ class StreamWire:
         self._mapping = asyncio.Lock()
         self._moves = 0  # copies under way in threads
         self._stream: SocketStream[Pending[Any]] = SocketStream(
-            connected, self._caller, self._done, self._ended
+            connected, self._caller, self._done, self._ended, serves=False
         )
         self._stream.start()
 

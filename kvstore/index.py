@@ -58,6 +58,10 @@ class Index:
             self._shards[namespace, number] = shard
         return shard
 
+    def known_shard(self, namespace: bytes, number: int) -> ShardIndex | None:
+        """The shard of that namespace (fingerprint) and rank, or None if nobody asked for it."""
+        return self._shards.get((namespace, number))
+
     @property
     def shards(self) -> list[ShardIndex]:
         """All shards, in the order in which they came."""

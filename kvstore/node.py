@@ -81,13 +81,19 @@ class Node:
 
     # --- finding -------------------------------------------------------------------------------
 
-    def shards_of(self, namespace: Namespace) -> list[ShardIndex]:
-        """The index of each shard of a namespace, in shard order; remembers the namespace."""
+    def shard(self, namespace: Namespace, number: int) -> ShardIndex:
+        """The index of one shard of a namespace, made when first asked for; remembers both."""
         self.catalog.add(namespace)
-        return [
-            self.index.shard(namespace.fingerprint, number, namespace.block_bytes)
+        return self.index.shard(namespace.fingerprint, number, namespace.block_bytes)
+
+    def shards(self, namespace: Namespace) -> list[ShardIndex]:
+        """The index of each shard of a namespace; none where some shard has never been heard of."""
+        known = (
+            self.index.known_shard(namespace.fingerprint, number)
             for number in range(namespace.shards)
-        ]
+        )
+        found = [shard for shard in known if shard is not None]
+        return found if len(found) == namespace.shards else []
 
     def pin(self, entries: Sequence[Entry]) -> None:
         """Promise that the extents of ``entries`` are not reused until ``unpin``."""

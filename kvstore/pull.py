@@ -89,7 +89,7 @@ class Puller:
         self._owner = greeting.namespace.tenant
         self._size = greeting.namespace.block_bytes
         self._most = max(1, min(most_bytes, _RESERVED_BYTES) // self._size)
-        self._shard: ShardIndex = node.shards_of(greeting.namespace)[greeting.shard]
+        self._shard: ShardIndex = node.shard(greeting.namespace, greeting.shard)
         self._running: set[asyncio.Future[None]] = set()
         self._arrivals: set[asyncio.Future[None]] = set()
         self._closed = False

@@ -124,8 +124,8 @@ class Session:
         self.transport = transport
         self._node = node
         self._movement = movement
-        self._shards = node.shards_of(namespace)
-        self._shard: ShardIndex = self._shards[shard]
+        self._shard: ShardIndex = node.shard(namespace, shard)
+        self._shards = node.shards(namespace)
         self._size = namespace.block_bytes
         self._most_blocks = most_bytes // self._size
         self._verify = verify
@@ -195,6 +195,8 @@ class Session:
     def _match(self, request: Match) -> Reply:
         began = time.perf_counter()
         node, hashes = self._node, request.hashes
+        # Shards are never forgotten, so that all of them need to be found only once.
+        self._shards = self._shards or node.shards(self.namespace)
         tiers = node.index.match_joined(self._shards, request.joined)
         if request.prefetch and self._movement is not None:
             wanted = node.index.lookup(self._shard, hashes[: len(tiers)])

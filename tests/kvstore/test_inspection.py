@@ -188,7 +188,7 @@ def test_listing_shows_once_what_stays_while_blocks_come_and_go(
     start: set[int], changes: list[set[int]], limit: int
 ) -> None:
     node = test_node.make_node()
-    shard = node.shards_of(test_node.NAMESPACE)[0]
+    shard = node.shard(test_node.NAMESPACE, 0)
     inspection = Inspection(node, None, None, None, Config(), "x")  # type: ignore[arg-type]
 
     def toggle(numbers: set[int]) -> None:

@@ -50,7 +50,7 @@ class Hierarchy:
         self.node = node
         self.movement = movement
         self.ssd = ssd
-        self.shard: ShardIndex = node.shards_of(NAMESPACE)[0]
+        self.shard: ShardIndex = node.shard(NAMESPACE, 0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes = ROOT_PARENT) -> bytes:
         verdicts, reservation = self.node.reserve(
@@ -194,7 +194,7 @@ async def test_blocks_too_large_for_the_ssd_leave_by_the_policy(tmp_path: Path) 
     """They can't be demoted, and must not keep the others from it."""
     large = Namespace("m", "float32", "test", 16, REGION)
     async with hierarchy(tmp_path) as both:
-        shard = both.node.shards_of(large)[0]
+        shard = both.node.shard(large, 0)
         _, reservation = both.node.reserve(
             shard, "default", ROOT_PARENT, [name(7)], number=1, most=1
         )

@@ -61,7 +61,7 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.node = make_node()
-        self.shard = self.node.shards_of(NAMESPACE)[0]
+        self.shard = self.node.shard(NAMESPACE, 0)
         self.reservations: list[Reservation] = []
         self.leases: list[list[tuple[Entry, bytes]]] = []
 
@@ -183,7 +183,7 @@ def node() -> Node:
 
 
 def put(node: Node, path: tuple[int, ...]) -> bytes:
-    shard = node.shards_of(NAMESPACE)[0]
+    shard = node.shard(NAMESPACE, 0)
     verdicts, reservation = node.reserve(
         shard, "default", ROOT_PARENT, chain(path), number=1, most=100
     )
@@ -196,7 +196,7 @@ def test_least_recently_used_leaves_go_first(node: Node) -> None:
     put(node, (0, 0))
     for branch in range(1, CAPACITY // BLOCK):
         put(node, (0, branch))
-    shard = node.shards_of(NAMESPACE)[0]
+    shard = node.shard(NAMESPACE, 0)
     assert name(0) in shard.committed
     assert name(0, 0) not in shard.committed
     assert name(0, 1) in shard.committed
@@ -212,13 +212,13 @@ def test_a_chain_longer_than_the_tier_keeps_its_beginning(node: Node) -> None:
 
 
 def test_child_of_an_absent_parent_is_an_error(node: Node) -> None:
-    shard = node.shards_of(NAMESPACE)[0]
+    shard = node.shard(NAMESPACE, 0)
     with pytest.raises(ParentAbsent):
         node.reserve(shard, "default", name(7), [name(7, 7)], number=1, most=1)
 
 
 def test_what_another_writes_is_busy_until_it_expires(node: Node) -> None:
-    shard = node.shards_of(NAMESPACE)[0]
+    shard = node.shard(NAMESPACE, 0)
     _, first = node.reserve(shard, "default", ROOT_PARENT, chain((0, 0)), number=1, most=9)
     verdicts, second = node.reserve(
         shard, "default", ROOT_PARENT, chain((0, 0, 0)), number=2, most=9
@@ -241,7 +241,7 @@ def test_room_is_taken_from_other_block_sizes(node: Node) -> None:
     for branch in range(CAPACITY // BLOCK):
         put(node, (branch,))
     large = Namespace("m", "float32", "test", 16, SEGMENT // 2)
-    shard = node.shards_of(large)[0]
+    shard = node.shard(large, 0)
     verdicts, reservation = node.reserve(shard, "default", ROOT_PARENT, [name(1)], number=1, most=1)
     assert verdicts == bytes([FILL])
     assert reservation is not None

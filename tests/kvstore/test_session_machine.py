@@ -96,7 +96,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @property
     def shard(self):  # type: ignore[no-untyped-def]
-        return self.node.shards_of(NAMESPACE)[0]
+        return self.node.shard(NAMESPACE, 0)
 
     @rule(who=st.integers(0, 2), path=PATHS, skip=st.integers(0, 5))
     def reserve(self, who: int, path: tuple[int, ...], skip: int) -> None:

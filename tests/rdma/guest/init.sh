@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# The guest's first process: the host's root read-only under a tmpfs, then the start script that
-# the host left in the share.
+# The guest's first process: the host's root read-only under a tmpfs (its /tmp too: the checkout may
+# lie there), then the start script that the host left in the share.
 /bin/busybox --install -s /bin
 export PATH=/bin
 
@@ -25,9 +25,8 @@ mount -t devtmpfs dev /root/dev
 mkdir -p /root/dev/pts /root/dev/shm
 mount -t devpts pts /root/dev/pts
 mount -t tmpfs shm /root/dev/shm
-mount -t tmpfs tmp /root/tmp
 mount -t tmpfs run /root/run
-chmod 1777 /root/tmp /root/dev/shm
+chmod 1777 /root/dev/shm
 for link in fd:fd stdin:fd/0 stdout:fd/1 stderr:fd/2; do
     ln -sf "/proc/self/${link#*:}" "/root/dev/${link%%:*}"
 done

@@ -161,6 +161,13 @@ class Seen:
     leases: list[int]
 
 
+def names_memory(request: messages.Request[Any]) -> bool:
+    """Whether the node is told of the caller's memory, to write to it or read from it itself."""
+    if isinstance(request, messages.Get):
+        return request.destinations is not None
+    return isinstance(request, messages.Write) and request.sources is not None
+
+
 def forsake(terms: Terms, answer: object) -> None:
     """Have the node drop what an answer brought that nobody will read."""
     if isinstance(answer, messages.GetAnswer) and answer.lease:

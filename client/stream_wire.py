@@ -23,6 +23,7 @@ from client.operations import (
     Terms,
     forsake,
     make_terms,
+    names_memory,
 )
 from client.tally import SessionFacts
 from client.wire import adopt, outcome
@@ -373,8 +374,8 @@ class StreamWire:
         """Give a call up if it has no answer."""
         if not pending.done:
             self._done([pending, *self._caller.abandon(pending)])
-            if self._transport is not None and self._transport.exposes_memory:
-                # The node may still be at the memory that it was told of.
+            if names_memory(pending.request):
+                # The node may still be at it.
                 self.close(Unavailable("the node did not answer a call for memory in time"))
 
     def _done(self, calls: Sequence[Pending[Any]]) -> None:

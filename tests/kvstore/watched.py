@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.control.interface import Explanation
+from kvstore.control.interface import ControlTarget, Explanation, VerifyProgress
 from kvstore.identity import Namespace
 from kvstore.inspection import Inspection
 from kvstore.metrics import Metrics
@@ -107,3 +107,26 @@ def connected(daemon: Watched, namespace: Namespace = NAMESPACE, shard: int = 0)
     with Peer(daemon.path) as peer:
         peer.hello(namespace, shard=shard)
         yield peer
+
+
+class Operator:
+    """Calls a node's ControlTarget from the test's thread."""
+
+    def __init__(self, daemon: Watched) -> None:
+        self._daemon = daemon
+        self.target: ControlTarget = daemon.inspection()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            return self._daemon.call(lambda: getattr(self.target, method)(*arguments, **options))
+
+        return call
+
+    def verify(
+        self, namespace: bytes | None = None, tier: str | None = None
+    ) -> list[VerifyProgress]:
+        async def collect() -> list[VerifyProgress]:
+            return [progress async for progress in self.target.verify(namespace, tier)]
+
+        found: list[VerifyProgress] = self._daemon.call(collect)
+        return found

@@ -1,11 +1,13 @@
 """What one side of the connector did, as plain numbers by name.
 
 Every number is additive: over time, over workers and over engines. That is all that vLLM's
-statistics and the metrics made of them need to know.
+statistics and the metrics made of them need to know. A block is one rank's, so that two workers
+which load one block each of the same tokens have loaded two.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,10 +43,11 @@ COUNTS: Final = (
         "Lookups put off to a later step because the step's time for lookups was spent.",
     ),
     Count(
-        "matched_tokens",
+        "asked_tokens",
         "tokens",
-        "Tokens that the store held beyond what the engine itself held.",
+        "Tokens that the store was asked for: those in full blocks that the engine did not hold.",
     ),
+    Count("matched_tokens", "tokens", "Tokens of those asked for that the store held."),
     Count("load_jobs", "jobs", "Loads into the engine's memory that ended, well or badly."),
     Count("loaded_blocks", "blocks", "Blocks read from the store into the engine's memory."),
     Count("loaded_bytes", "bytes", "Bytes read from the store into the engine's memory."),
@@ -98,20 +101,25 @@ class Counts:
 
         Raises:
             KeyError: a name that is not in ``COUNTS``; nothing is added.
-            ValueError: a number below zero or not a number; nothing is added.
+            ValueError: a number that is below zero, endless or none; nothing is added.
         """
         for name, number in numbers.items():
             if name not in COUNT:
                 raise KeyError(f"no such count: {name}")
-            if not number >= 0:
+            if not 0 <= number < math.inf:
                 raise ValueError(f"{name} only goes up, not by {number}")
         with self._lock:
             for name, number in numbers.items():
                 if number:
-                    self._numbers[name] = self._numbers.get(name, 0) + number
+                    self._numbers[name] = self._numbers.get(name, 0) + _plain(number)
 
     def take(self) -> dict[str, float]:
         """All counts since the last call by name, without those that are zero; the caller's own."""
         with self._lock:
             taken, self._numbers = self._numbers, {}
         return taken
+
+
+def _plain(number: float) -> float:
+    """As Python's own type: numpy's numbers do not pass between vLLM's processes."""
+    return number if type(number) is int else float(number)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from client.vllm.counts import COUNT, COUNTS, Counts
@@ -37,6 +38,7 @@ def test_what_was_taken_belongs_to_the_caller() -> None:
         ({"lookups": 1, "look_ups": 1}, KeyError),
         ({"lookups": 1, "load_seconds": -0.5}, ValueError),
         ({"lookups": 1, "load_seconds": float("nan")}, ValueError),
+        ({"lookups": 1, "load_seconds": float("inf")}, ValueError),
     ],
 )
 def test_refuses_whole_what_it_cannot_count(
@@ -46,6 +48,13 @@ def test_refuses_whole_what_it_cannot_count(
     with pytest.raises(error):
         counts.add(**numbers)
     assert counts.take() == {}
+
+
+def test_numbers_become_python_s_own() -> None:
+    counts = Counts()
+    counts.add(loaded_bytes=np.int64(4096), load_seconds=np.float64(0.5), lookups=1)
+    kinds = {name: type(number) for name, number in counts.take().items()}
+    assert kinds == {"loaded_bytes": float, "load_seconds": float, "lookups": int}
 
 
 def test_threads_that_add_and_take_lose_nothing() -> None:

@@ -28,8 +28,8 @@ KVTensors: TypeAlias = Sequence[tuple[Any, Any]]
 """The key and value tensor of each layer: numpy arrays or torch tensors on the CPU."""
 
 
-class Layout(Protocol):
-    """What the prefix level needs to know about KV tensors."""
+class BlockShape(Protocol):
+    """What a layout says to the namespace of its blocks."""
 
     @property
     def name(self) -> str:
@@ -46,6 +46,10 @@ class Layout(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
+
+
+class Layout(BlockShape, Protocol):
+    """What the prefix level needs to know about KV tensors."""
 
     def check(self, tensors: KVTensors, tokens: int) -> None:
         """Accept tensors that hold at least ``tokens`` tokens.

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, overload
 import numpy as np
 
 from client.buffers import Buffers
-from client.layout import KVTensors, Layout
+from client.layout import BlockShape, KVTensors, Layout
 from client.results import FAILED, Match, PutResult, tier_counts
 from kvstore.errors import NamespaceMismatch, ParentAbsent
 from kvstore.identity import ROOT_PARENT, ExtraKeys, Namespace, prefix_hashes
@@ -317,7 +317,7 @@ class PackedBlocks(Sequence[memoryview]):
         return block
 
 
-def check_layout(namespace: Namespace, layout: Layout) -> None:
+def check_layout(namespace: Namespace, layout: BlockShape) -> None:
     """Accept a layout that makes the blocks of a namespace.
 
     Raises:

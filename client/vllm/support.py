@@ -1,0 +1,109 @@
+"""Which engines the connector can serve; the others are told why not, when they start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from kvstore.errors import ConfigError
+
+_WITHOUT_DRAFT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Methods of speculative decoding that keep no KV of their own."""
+
+_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""The kinds of KV cache that hold every token of a request in blocks that stay."""
+
+_WITHOUT: Final = "serve it without a KV connector"
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Accept an engine whose every block is the KV of a fixed run of tokens and stays as it is.
+
+    Args:
+        vllm_config: the engine's ``VllmConfig``.
+        kv_cache_config: its ``KVCacheConfig``, or None where that isn't known yet.
+
+    Raises:
+        ConfigError: it is another one; each reason stands on a line, with what to do instead.
+    """
+    reasons = [*_configured(vllm_config)]
+    if kv_cache_config is not None:
+        reasons += _cached(vllm_config, kv_cache_config.kv_cache_groups)
+    if reasons:
+        raise ConfigError("\n".join(f"KVStoreConnector: {reason}" for reason in reasons))
+
+
+def _configured(vllm_config: Any) -> Iterator[str]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for kind in ("decode", "prefill"):
+        size = getattr(parallel, f"{kind}_context_parallel_size", 1)
+        if size > 1:
+            option = f"--{kind}-context-parallel-size"
+            yield (
+                f"context parallelism ({option} {size}) is not supported, because it spreads the "
+                f"tokens of a block over ranks; use tensor parallelism alone"
+            )
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method not in _WITHOUT_DRAFT_KV:
+        yield (
+            f"speculative decoding by {speculative.method} is not supported, because the draft "
+            f"keeps KV of its own; use ngram or suffix, or none"
+        )
+    if getattr(model, "is_encoder_decoder", False):
+        yield f"encoder-decoder models are not supported; {_WITHOUT}"
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        yield (
+            "weights that are replaced while the engine runs (weight_transfer_config) are not "
+            f"supported, because KV of the old ones would be reused; {_WITHOUT}"
+        )
+    yield from _unnamed_items(model, vllm_config.cache_config)
+
+
+def _unnamed_items(model: Any, cache: Any) -> Iterator[str]:
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is None or getattr(multimodal, "language_model_only", False):
+        return
+    if multimodal.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
+        yield (
+            "a multimodal model with neither prefix caching nor processor cache is not supported, "
+            "because vLLM then numbers images and the like instead of hashing them; use "
+            "--enable-prefix-caching, or --mm-processor-cache-gb above 0"
+        )
+
+
+def _cached(vllm_config: Any, groups: Sequence[Any]) -> Iterator[str]:
+    specs = [spec for group in groups for spec in _specs(group.kv_cache_spec)]
+    kinds = {type(spec).__name__ for spec in specs}
+    if not groups:
+        yield f"a model that keeps no KV has nothing to store; {_WITHOUT}"
+    elif any(getattr(group, "host_resident", False) for group in groups) or any(
+        kind.startswith("HiSparse") for kind in kinds
+    ):
+        yield "KV that lives in host memory (HiSparse) is not supported; turn it off"
+    elif any("Mamba" in kind for kind in kinds):
+        yield (
+            "models with Mamba or linear attention layers are not supported, because their state "
+            f"is not made of blocks of tokens; {_WITHOUT}"
+        )
+    elif len(groups) > 1:
+        folded = getattr(vllm_config.scheduler_config, "disable_hybrid_kv_cache_manager", True)
+        instead = _WITHOUT if folded else "start it with --disable-hybrid-kv-cache-manager"
+        yield f"a model with {len(groups)} groups of KV caches is not supported; {instead}"
+    elif any(kind.startswith("SlidingWindow") for kind in kinds):
+        yield (
+            "models whose layers all have a sliding window are not supported, because vLLM frees "
+            "blocks of a running request; use --disable-sliding-window, which shortens the context"
+        )
+    else:
+        for kind in sorted(kinds - _KINDS):
+            yield f"KV caches of the kind {kind} are not supported; {_WITHOUT}"
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        yield (
+            "attention that looks ahead (non_causal) is not supported, because the KV of a block "
+            f"then depends on what comes after it; {_WITHOUT}"
+        )
+
+
+def _specs(spec: Any) -> list[Any]:
+    """The layers' own specifications within that of a group."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]

@@ -43,7 +43,9 @@ def connect(
         InvalidRequest: the namespace has no such shard, or the deadline is not positive.
         KVStoreError: the node can't be reached or refuses the session.
     """
-    client = Client(_settings(url, namespace, shard, transport, token, deadline), deadline)
+    client = prepare(
+        url, namespace, shard=shard, transport=transport, deadline=deadline, token=token
+    )
     try:
         client.open()
     except KVStoreError as error:
@@ -52,6 +54,22 @@ def connect(
             raise
         logger.warning("%s can't be reached yet: %s", url, error)
     return client
+
+
+def prepare(
+    url: str,
+    namespace: Namespace,
+    *,
+    shard: int = 0,
+    transport: str = "auto",
+    deadline: float = 1.0,
+    token: str | None = None,
+) -> Client:
+    """Make a blocking client that opens its session later: when ``open`` or another call asks.
+
+    Args and errors are those of ``connect``, less what comes of reaching the node.
+    """
+    return Client(_settings(url, namespace, shard, transport, token, deadline), deadline)
 
 
 async def aconnect(

@@ -1,0 +1,356 @@
+"""The scheduler's side of the connector: what to look up, load and save, step by step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+from uuid import uuid4
+
+from client.results import Match, tier_counts
+from client.vllm.counts import Counts
+from client.vllm.jobs import LoadJob, SaveJob
+from client.vllm.keys import PrefixChain, extra_keys_of
+from client.vllm.link import Link
+from client.vllm.pins import BlockPool, Pins
+from client.vllm.plan import Plan
+from client.vllm.progress import Finished
+from client.vllm.settings import Settings
+from client.vllm.weights import Adapters
+from kvstore.identity import ExtraKey
+
+logger = logging.getLogger("kvstore.client.vllm")
+
+FRESH: Final = 0.25
+"""Seconds for which an answer of the store is good for a request that could not be admitted."""
+
+PARAMS: Final = "kvstore"
+"""Our key in a request's ``kv_transfer_params``."""
+
+
+class MatchClient(Protocol):
+    """The calls of the blocking client that the scheduler's side makes."""
+
+    def match(
+        self, hashes: Sequence[bytes], *, prefetch: bool = False, deadline: float | None = None
+    ) -> Match:
+        """Say how far a prefix reaches."""
+
+
+class Request(Protocol):
+    """What is used of vLLM's ``Request``."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    all_token_ids: Sequence[int]
+    kv_transfer_params: Mapping[str, Any] | None
+    lora_request: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A session with the store and whether it is worth calling.
+
+    Attributes:
+        client: of one namespace.
+        link: keeps it connected.
+    """
+
+    client: MatchClient
+    link: Link
+
+    def match(self, hashes: Sequence[bytes], deadline: float) -> Match | None:
+        """Say how far a prefix reaches; ``None`` where no answer is to be had in time."""
+        if not self.link.up:
+            return None
+        match = self.client.match(hashes, prefetch=True, deadline=deadline)
+        if match.failure is None:
+            return match
+        self.link.failed()
+        return None
+
+
+@dataclass(slots=True)
+class Watched:
+    """A request that is in the engine.
+
+    Attributes:
+        request: vLLM's own object.
+        chain: hashes of its full blocks.
+        wait: seconds that its prompt's blocks are to be waited for; used once.
+        codes: where each leading block lies, as the store said last.
+        asked: when it said so, on the clock.
+        computed: tokens that the engine held itself at the last lookup.
+    """
+
+    request: Request
+    chain: PrefixChain
+    wait: float = 0.0
+    codes: bytes = b""
+    asked: float = float("-inf")
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """What the workers are to do in one step.
+
+    Attributes:
+        loads: in the order of admission.
+        saves: after the step's forward.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """Decides for each request what comes from the store and what goes there.
+
+    No call waits for the store longer than the lookup deadline, nor do all calls of one step.
+
+    Args:
+        settings: of the connector.
+        block_tokens: tokens in one block.
+        nodes: one for each namespace that a block of the engine is made of.
+        workers: how many workers take part in each save.
+        loads: whether anything is loaded.
+        saves: whether anything is saved.
+        counts: what was done.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        block_tokens: int,
+        nodes: Sequence[Node],
+        workers: int,
+        loads: bool,
+        saves: bool,
+        counts: Counts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._nodes = nodes
+        self._workers = workers
+        self._loads = loads
+        self._counts = counts
+        self._clock = clock
+        self._plan = Plan(block_tokens, settings.save if saves else "none")
+        self._watched: dict[str, Watched] = {}
+        self._pins: Pins | None = None
+        self._step = Step()
+        self._spent = 0.0
+        self._adapters = Adapters()
+        self._generation: tuple[ExtraKey, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether saves are under way, whose end the engine has to hear of."""
+        return bool(self._pins)
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the engine's blocks, which saves pin."""
+        self._pins = Pins(pool, self._settings.pinned_share, self._workers)
+
+    # --- a request's way -------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Begin with a request that the engine has queued."""
+        revision = self._adapters.revision(request.lora_request)
+        keys = extra_keys_of(request, self._block_tokens, adapter_revision=revision)
+        if keys is None:
+            return
+        keys = replace(keys, always=keys.always + self._generation)
+        chain = PrefixChain(self._block_tokens, keys)
+        self._watched[request.request_id] = Watched(request, chain, self._wait_of(request))
+        self._plan.track(request.request_id, request.num_prompt_tokens, chain.hashes)
+
+    def begin_anew(self) -> None:
+        """Never use again what has been stored so far, as the model's weights have changed.
+
+        What is stored from now on is for this engine alone, until it is started again: nobody can
+        say which other engines have the same weights.
+        """
+        self._generation = (ExtraKey.cache_salt(f"reset {uuid4()}"),)
+        for watched in list(self._watched.values()):
+            self._plan.forget(watched.request.request_id)
+            self.begin(watched.request)
+
+    def lookup(self, request_id: str, computed: int) -> int | None:
+        """How many tokens of a request can come from the store.
+
+        Args:
+            request_id: of the request.
+            computed: tokens that the engine holds itself; a multiple of the block.
+
+        Returns:
+            Tokens beyond those; ``None`` where it is to be asked again in the next step.
+        """
+        watched = self._watched.get(request_id)
+        if watched is None or not self._loads or self._plan[request_id].failed:
+            return 0
+        watched.computed = computed
+        hashes = watched.chain.extend(watched.request.all_token_ids)
+        if len(hashes) * self._block_tokens <= computed:
+            return 0
+        if watched.wait and all(node.link.up for node in self._nodes):
+            held = watched.request.num_prompt_tokens // self._block_tokens
+        elif not self._look_up(watched, hashes):
+            return None
+        else:
+            held = len(watched.codes)
+        tokens = max(0, held * self._block_tokens - computed)
+        return tokens if tokens >= self._settings.min_load_tokens else 0
+
+    def allocated(self, request_id: str, blocks: Sequence[int], external: int) -> None:
+        """Take note that a request was admitted.
+
+        Args:
+            request_id: of the request.
+            blocks: the engine's ids of its blocks.
+            external: tokens that are to come from the store.
+        """
+        watched = self._watched.get(request_id)
+        if watched is None or not external:
+            return
+        first = watched.computed // self._block_tokens
+        last = first + external // self._block_tokens
+        self._plan.held(request_id, last)
+        load = self._plan.load(request_id, blocks[first:last], first, watched.wait)
+        watched.wait, watched.asked = 0.0, float("-inf")
+        self._step.loads.append(load)
+
+    def abandon(self, request_id: str, blocks: Sequence[int]) -> None:
+        """Have the load that the engine waits for fail, whatever the plan says of the request.
+
+        Args:
+            request_id: of the request.
+            blocks: the engine's ids of its blocks; none of them counts as loaded.
+        """
+        self._step.loads.append(LoadJob(request_id, (), tuple(blocks)))
+
+    def sources(self, request_id: str, external: int) -> dict[str, int]:
+        """Which tiers the tokens taken from the store lie in, as far as the store has said."""
+        watched = self._watched.get(request_id)
+        if watched is None:
+            return {}
+        first = watched.computed // self._block_tokens
+        codes = watched.codes[first : first + external // self._block_tokens]
+        return {tier: count * self._block_tokens for tier, count in tier_counts(codes).items()}
+
+    def finished(self, request: Request, blocks: Sequence[int]) -> None:
+        """End with a request, before the engine frees its blocks.
+
+        Args:
+            request: vLLM's own object.
+            blocks: the engine's ids of its computed blocks.
+        """
+        watched = self._watched.pop(request.request_id, None)
+        if watched is None:
+            return
+        self._save(watched, request.num_computed_tokens, lambda _: blocks)
+        self._plan.forget(request.request_id)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def plan_saves(
+        self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]
+    ) -> None:
+        """Save the blocks that will be full after the step that the engine has put together.
+
+        Args:
+            scheduled: tokens to be computed, by request.
+            blocks_of: the engine's ids of a request's blocks.
+        """
+        for request_id, tokens in scheduled.items():
+            watched = self._watched.get(request_id)
+            if watched is not None:
+                self._save(watched, watched.request.num_computed_tokens + tokens, blocks_of)
+
+    def take_step(self) -> Step:
+        """What the workers are to do now; the next step begins with nothing."""
+        step, self._step = self._step, Step()
+        self._spent = 0.0
+        return step
+
+    def update(self, finished: Finished, workers: Mapping[int, int]) -> None:
+        """Take note of what the workers have finished.
+
+        Args:
+            finished: by all of them together.
+            workers: how many were done with each save.
+        """
+        if finished.failed_blocks:
+            self._plan.spoiled(finished.failed_blocks)
+        for request_id in finished.loaded:
+            self._plan.loaded(request_id)
+        for request_id in finished.orphaned:
+            self._plan.orphaned(request_id)
+        if self._pins is not None:
+            for number, done in workers.items():
+                self._pins.done(number, done)
+
+    def close(self) -> None:
+        """Close the sessions."""
+        for node in self._nodes:
+            node.link.close()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _look_up(self, watched: Watched, hashes: Sequence[bytes]) -> bool:
+        """Ask the store, if there is time for it in this step; says whether there was."""
+        began = self._clock()
+        if began - watched.asked < FRESH:
+            return True
+        if self._spent >= self._settings.lookup_deadline:
+            self._counts.add(lookups_deferred=1)
+            return False
+        watched.asked, watched.codes = began, self._ask(hashes)
+        self._spent += self._clock() - began
+        asked = len(hashes) * self._block_tokens - watched.computed
+        matched = max(0, len(watched.codes) * self._block_tokens - watched.computed)
+        self._counts.add(lookups=1, asked_tokens=asked, matched_tokens=matched)
+        return True
+
+    def _ask(self, hashes: Sequence[bytes]) -> bytes:
+        """Where each leading block lies that all nodes hold."""
+        codes: bytes | None = None
+        for node in self._nodes:
+            match = node.match(hashes, self._settings.lookup_deadline)
+            if match is None:
+                self._counts.add(lookup_timeouts=1)
+                return b""
+            codes = match.codes if codes is None else min(codes, match.codes, key=len)
+        return codes or b""
+
+    def _save(
+        self, watched: Watched, tokens: int, blocks_of: Callable[[str], Sequence[int]]
+    ) -> None:
+        """Plan and pin the saves of a request whose first ``tokens`` tokens are computed."""
+        request_id, pins = watched.request.request_id, self._pins
+        tokens = min(tokens, watched.request.num_tokens)
+        planned = self._plan[request_id].planned
+        if pins is None or self._plan.full_blocks(request_id, tokens) <= planned:
+            return
+        watched.chain.extend(watched.request.all_token_ids)
+        for job in self._plan.saves(request_id, blocks_of(request_id), tokens, pins.room):
+            pins.pin(job)
+            self._step.saves.append(job)
+
+    def _wait_of(self, request: Request) -> float:
+        """Seconds that a request wants to wait for blocks which another engine is computing."""
+        params = request.kv_transfer_params or {}
+        ours = params.get(PARAMS)
+        wait = ours.get("wait", 0) if isinstance(ours, Mapping) else 0
+        if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
+            logger.warning("request %s: wait must be seconds, not %r", request.request_id, wait)
+            return 0.0
+        return min(float(wait), self._settings.max_wait)

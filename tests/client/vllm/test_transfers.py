@@ -1,0 +1,372 @@
+"""Loads and saves against a store that fails, stalls, loses blocks and is written by others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from client.results import BUSY, FAILED, HELD, REFUSED, STORED, PutResult
+from client.vllm.counts import Counts
+from client.vllm.jobs import LoadJob, SaveJob
+from client.vllm.loads import Loads
+from client.vllm.progress import Finished, Progress
+from client.vllm.saves import Saves
+from kvstore.errors import ParentAbsent
+from kvstore.identity import ROOT_PARENT
+
+SIZE = 8
+WAIT = 10.0
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def names(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(name, numbers))
+
+
+class Views:
+    """What a view of some blocks shows."""
+
+    def __init__(self, blocks: list[bytes | None], valid: bool = True) -> None:
+        self._blocks = [None if block is None else memoryview(block) for block in blocks]
+        self.codes = bytes(0 if block is None else 2 for block in blocks)
+        self.failure: str | None = None
+        self.valid = valid
+
+    @property
+    def prefix(self) -> int:
+        return next((i for i, block in enumerate(self._blocks) if block is None), len(self._blocks))
+
+    def __getitem__(self, index: slice) -> list[memoryview | None]:
+        return self._blocks[index]
+
+
+class Store:
+    """A store in memory; what it does next can be scripted.
+
+    Attributes:
+        blocks: what it holds.
+        puts: what to do at each put to come, before what it does by itself.
+        asked: the hashes of each call.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.asked: list[tuple[bytes, ...]] = []
+        self.puts: list[Callable[[], PutResult | None]] = []
+        self.valid = True
+        self.fails: Exception | None = None
+        self.called = threading.Condition()
+
+    def has(self, *numbers: int) -> None:
+        for number in numbers:
+            self.blocks[name(number)] = bytes([number]) * SIZE
+
+    @contextmanager
+    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> Iterator[Any]:
+        with self.called:
+            self.asked.append(tuple(hashes))
+            self.called.notify_all()
+        if self.fails is not None:
+            raise self.fails
+        yield Views([self.blocks.get(each) for each in hashes], self.valid)
+
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Any,
+        *,
+        parent: bytes,
+        deadline: float | None = None,
+    ) -> PutResult:
+        self.asked.append(tuple(hashes))
+        if self.puts and (result := self.puts.pop(0)()) is not None:
+            return result
+        if parent != ROOT_PARENT and parent not in self.blocks:
+            raise ParentAbsent("gone")
+        codes = bytearray()
+        for position, each in enumerate(hashes):
+            if each in self.blocks:
+                codes.append(HELD)
+                continue
+            target = bytearray(SIZE)
+            blocks.write([position], [memoryview(target)])
+            self.blocks[each] = bytes(target)
+            codes.append(STORED)
+        return PutResult(bytes(codes))
+
+
+class Memory:
+    """The engine's memory: one byte string for each block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytes] = {}
+        self.marks: list[object] = []
+        self.fails = False
+
+    def scatter(
+        self, blocks: Sequence[memoryview], block_ids: Sequence[int], *, after: Any = None
+    ) -> None:
+        if self.fails:
+            raise RuntimeError("no such memory")
+        self.marks.append(after)
+        for number, block in zip(block_ids, blocks, strict=True):
+            self.blocks[number] = bytes(block)
+
+    def gather(
+        self, block_ids: Sequence[int], into: Sequence[memoryview], *, after: Any = None
+    ) -> None:
+        if self.fails:
+            raise RuntimeError("no such memory")
+        self.marks.append(after)
+        for number, target in zip(block_ids, into, strict=True):
+            target[:] = self.blocks[number]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """Both threads over one store and one memory."""
+
+    def __init__(self) -> None:
+        self.store, self.memory, self.counts = Store(), Memory(), Counts()
+        self.progress, self.clock = Progress(), Clock()
+        common: Any = {
+            "block_bytes": SIZE,
+            "deadline": 1.0,
+            "counts": self.counts,
+            "progress": self.progress,
+            "clock": self.clock,
+        }
+        self.loads = Loads(self.store, self.memory, **common)
+        self.saves = Saves(self.store, self.memory, **common)
+
+    def until_loaded(self) -> Finished:
+        return self._until(self.progress.take_loads, lambda finished: bool(finished.loaded))
+
+    def until_saved(self) -> Finished:
+        return self._until(self.progress.take_saves, lambda finished: bool(finished.saved))
+
+    def _until(self, take: Callable[[], Finished], enough: Callable[[Finished], bool]) -> Finished:
+        self.progress.wait(WAIT)
+        finished = take()
+        assert enough(finished), "nothing ended"
+        return finished
+
+    def until_asked(self, times: int) -> None:
+        with self.store.called:
+            assert self.store.called.wait_for(lambda: len(self.store.asked) >= times, WAIT)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    bench.loads.open()
+    bench.saves.open()
+    yield bench
+    bench.loads.close()
+    bench.saves.close()
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+
+def test_a_load_fills_the_engines_blocks(bench: Bench) -> None:
+    bench.store.has(1, 2, 3)
+    mark = object()
+    bench.loads.submit(LoadJob("r", names(1, 2, 3), (7, 5, 6)), mark)
+    finished = bench.until_loaded()
+    assert (finished.loaded, finished.failed_blocks) == ({"r"}, set())
+    assert bench.memory.blocks == {7: b"\1" * SIZE, 5: b"\2" * SIZE, 6: b"\3" * SIZE}
+    assert set(bench.memory.marks) == {mark}
+    counted = bench.counts.take()
+    assert (counted["loaded_blocks"], counted["loaded_bytes"]) == (3, 3 * SIZE)
+    assert "failed_load_blocks" not in counted
+
+
+def test_what_is_missing_fails_and_all_behind_it(bench: Bench) -> None:
+    bench.store.has(1, 3)
+    bench.loads.submit(LoadJob("r", names(1, 2, 3), (7, 5, 6)))
+    finished = bench.until_loaded()
+    assert (finished.loaded, finished.failed_blocks) == ({"r"}, {5, 6})
+    assert bench.counts.take()["failed_load_blocks"] == 2
+
+
+def test_blocks_whose_session_ended_under_the_copy_are_not_trusted(bench: Bench) -> None:
+    bench.store.has(1, 2)
+    bench.store.valid = False
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5)))
+    assert bench.until_loaded().failed_blocks == {7, 5}
+
+
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_an_error_fails_the_load_and_the_thread_goes_on(bench: Bench, where: str) -> None:
+    bench.store.has(1)
+    bench.store.fails = RuntimeError("broken") if where == "store" else None
+    bench.memory.fails = where == "memory"
+    bench.loads.submit(LoadJob("bad", names(1), (7,)))
+    assert bench.until_loaded().failed_blocks == {7}
+    assert bench.counts.take()["guarded_errors"] == 1
+    bench.store.fails, bench.memory.fails = None, False
+    bench.loads.submit(LoadJob("good", names(1), (7,)))
+    assert bench.until_loaded() == Finished(loaded={"good"})
+
+
+def test_a_load_that_names_no_hash_fails_all_its_blocks(bench: Bench) -> None:
+    bench.loads.submit(LoadJob("r", (), (7, 5)))
+    assert bench.until_loaded() == Finished(loaded={"r"}, failed_blocks={7, 5})
+
+
+def test_a_load_waits_for_blocks_and_takes_each_as_it_comes(bench: Bench) -> None:
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
+    bench.until_asked(2)
+    bench.store.has(1)
+    bench.until_asked(len(bench.store.asked) + 2)
+    assert bench.memory.blocks[7] == b"\1" * SIZE
+    assert not bench.progress.take_loads().loaded
+    bench.store.has(2)
+    assert bench.until_loaded() == Finished(loaded={"r"})
+    assert bench.store.asked[-1] == names(2)
+
+
+def test_a_load_waits_no_longer_than_its_time(bench: Bench) -> None:
+    bench.store.has(1)
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
+    bench.until_asked(3)
+    bench.clock.now = 5.0
+    assert bench.until_loaded() == Finished(loaded={"r"}, failed_blocks={5})
+
+
+def test_a_load_that_waits_holds_up_no_other(bench: Bench) -> None:
+    bench.store.has(3)
+    bench.loads.submit(LoadJob("waits", names(1), (7,), wait=5.0))
+    bench.loads.submit(LoadJob("goes", names(3), (5,)))
+    assert bench.until_loaded().loaded == {"goes"}
+    bench.store.has(1)
+    assert bench.until_loaded().loaded == {"waits"}
+
+
+def test_closing_fails_the_loads_that_wait() -> None:
+    bench = Bench()
+    bench.loads.open()
+    bench.loads.submit(LoadJob("r", names(1), (7,), wait=5.0))
+    bench.until_asked(1)
+    bench.loads.close()
+    assert bench.progress.take_loads() == Finished(loaded={"r"}, failed_blocks={7})
+
+
+# --- saves ---------------------------------------------------------------------------------------
+
+
+def save(number: int, *blocks: int, parent: bytes = ROOT_PARENT) -> SaveJob:
+    return SaveJob(number, "r", parent, names(*blocks), blocks)
+
+
+def test_a_save_stores_what_is_missing_and_copies_nothing_else(bench: Bench) -> None:
+    bench.store.has(1)
+    bench.memory.blocks = {2: b"\2" * SIZE, 3: b"\3" * SIZE}
+    mark = object()
+    bench.saves.submit(save(1, 1, 2, 3), mark)
+    assert bench.until_saved() == Finished(saved={1: 3})
+    assert bench.store.blocks[name(3)] == b"\3" * SIZE
+    assert bench.memory.marks == [mark, mark]
+    counted = bench.counts.take()
+    assert (counted["stored_blocks"], counted["held_blocks"]) == (2, 1)
+    assert counted["saved_bytes"] == 2 * SIZE
+
+
+def test_a_save_below_what_the_store_lost_says_so(bench: Bench) -> None:
+    bench.saves.submit(save(4, 2, parent=name(1)))
+    assert bench.until_saved() == Finished(saved={4: 0}, orphaned={"r"})
+    assert bench.counts.take()["failed_save_blocks"] == 1
+
+
+def test_blocks_that_another_writes_are_looked_at_again(bench: Bench) -> None:
+    bench.memory.blocks = {number: bytes([number]) * SIZE for number in (1, 2, 3)}
+
+    def busy() -> PutResult:
+        bench.store.has(1, 2)
+        bench.clock.now += 0.1
+        return PutResult(bytes([STORED, BUSY, BUSY]))
+
+    bench.store.puts = [busy]
+    bench.saves.submit(save(1, 1, 2, 3))
+    waiting = threading.Event()
+    while not waiting.wait(0.001) and len(bench.store.asked) < 2:
+        bench.clock.now += 0.001
+    assert bench.until_saved() == Finished(saved={1: 3})
+    assert bench.store.asked == [names(1, 2, 3), names(2, 3)]
+
+
+def test_another_writer_is_waited_for_no_longer_than_the_deadline(bench: Bench) -> None:
+    def busy() -> PutResult:
+        bench.clock.now = 2.0
+        return PutResult(bytes([BUSY]))
+
+    bench.store.puts = [busy]
+    bench.saves.submit(save(1, 1))
+    assert bench.until_saved() == Finished(saved={1: 0})
+    assert bench.counts.take()["busy_blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "count"), [(REFUSED, "refused_blocks"), (FAILED, "failed_save_blocks")]
+)
+def test_what_the_store_does_not_take_is_counted(bench: Bench, code: int, count: str) -> None:
+    bench.store.puts = [lambda: PutResult(bytes([HELD, code, code]))]
+    bench.saves.submit(save(1, 1, 2, 3))
+    assert bench.until_saved() == Finished(saved={1: 1})
+    assert bench.counts.take()[count] == 2
+
+
+def test_an_error_ends_a_save_and_the_thread_goes_on(bench: Bench) -> None:
+    bench.memory.fails = True
+    bench.saves.submit(save(1, 1))
+    assert bench.until_saved() == Finished(saved={1: 0})
+    assert bench.counts.take()["guarded_errors"] == 1
+    bench.memory.fails = False
+    bench.memory.blocks = {1: b"\1" * SIZE}
+    bench.saves.submit(save(2, 1))
+    assert bench.until_saved() == Finished(saved={2: 1})
+
+
+def test_closing_finishes_the_saves_asked_for() -> None:
+    bench = Bench()
+    bench.memory.blocks = {number: bytes([number]) * SIZE for number in range(20)}
+    for number in range(20):
+        bench.saves.submit(save(number, number))
+    bench.saves.open()
+    bench.saves.close()
+    assert len(bench.store.blocks) == 20
+    assert len(bench.progress.take_saves().saved) == 20
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_waiting_returns_at_once_where_nothing_is_under_way() -> None:
+    Progress().wait(WAIT)
+
+
+def test_waiting_returns_at_once_where_something_is_over() -> None:
+    progress = Progress()
+    progress.begin()
+    progress.begin()
+    progress.loaded("r", [])
+    progress.wait(WAIT)
+    assert progress.take_loads().loaded == {"r"}
+    progress.saved(1, 0)
+    assert progress.take_saves().saved == {1: 0}
+    progress.wait(WAIT)

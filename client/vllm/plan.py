@@ -137,6 +137,13 @@ class Plan:
             tokens = min(tokens, self._requests[request].prompt_tokens)
         return tokens // self._block_tokens
 
+    def unsaved(self, request: str, tokens: int) -> int:
+        """How many full blocks of a request no save has been made for."""
+        tracked = self._requests[request]
+        if tracked.load is not None:
+            return 0
+        return max(0, self.full_blocks(request, tokens) - tracked.planned)
+
     def saves(
         self, request: str, blocks: Sequence[int], tokens: int, room: int
     ) -> Iterator[SaveJob]:

@@ -256,7 +256,10 @@ class SchedulerSide:
         watched = self._watched.pop(request.request_id, None)
         if watched is None:
             return
-        self._save(watched, request.num_computed_tokens, lambda _: blocks)
+        tokens = min(request.num_computed_tokens, request.num_tokens)
+        self._save(watched, tokens, lambda _: blocks)
+        left = self._plan.unsaved(request.request_id, tokens)
+        self._counts.add(skipped_save_blocks=left)
         self._plan.forget(request.request_id)
 
     # --- steps -----------------------------------------------------------------------------------

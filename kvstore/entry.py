@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Hashable, Iterator
 from typing import Final
 
+from kvstore.feed import Feed
 from kvstore.identity import ROOT_PARENT
 from tiers.links import Link
 
@@ -165,11 +166,13 @@ class ShardIndex:
         committed: blocks that can be served, by hash. Read it freely, change it never.
         reserved: blocks that are being written, by hash. Likewise.
         in_dram, in_ssd: blocks, reserved ones included, with an extent in that tier.
+        feed: is told of blocks stored and removed; None where nobody follows.
     """
 
     __slots__ = (
         "block_bytes",
         "committed",
+        "feed",
         "in_dram",
         "in_ssd",
         "namespace",
@@ -185,6 +188,7 @@ class ShardIndex:
         self.reserved: dict[bytes, Entry] = {}
         self.in_dram = 0
         self.in_ssd = 0
+        self.feed: Feed | None = None
 
     def __repr__(self) -> str:
         return f"<ShardIndex {self.namespace.hex()[:12]}/{self.number}>"

@@ -175,6 +175,8 @@ class Index:
         shard.committed[entry.hash] = entry
         entry.state |= COMMITTED
         entry.last_use = now
+        if shard.feed is not None:
+            shard.feed.stored(entry.hash)
 
     def abort(self, entry: Entry) -> list[Entry]:
         """Take a reservation back, and those of the blocks that were to follow it.
@@ -366,6 +368,8 @@ class Index:
             self.policy.remove(entry, evicted=evicted)
         if entry.state & COMMITTED:
             del shard.committed[entry.hash]
+            if shard.feed is not None:
+                shard.feed.removed(entry.hash)
         else:
             del shard.reserved[entry.hash]
         shard.in_dram -= bool(entry.state & IN_DRAM)

@@ -10,6 +10,7 @@ a reader or by the session that fills it, keeps its extents until its last pin i
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from kvstore.catalog import Catalog
 from kvstore.departures import Departure, DepartureReason, Departures
 from kvstore.entry import Entry, ShardIndex
 from kvstore.errors import ParentAbsent
+from kvstore.feed import Feed
 from kvstore.identity import Namespace
 from kvstore.index import Index
 from kvstore.metrics import Metrics, PutOutcome
@@ -122,6 +124,22 @@ class Node:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(entry, []).append(future)
         return future
+
+    # --- following -----------------------------------------------------------------------------
+
+    def follow(self, shard: ShardIndex) -> Feed:
+        """The feed of a shard, which records from its first follower to its last."""
+        if shard.feed is None:
+            shard.feed = Feed(1 + secrets.randbits(62))
+        shard.feed.followers += 1
+        return shard.feed
+
+    def unfollow(self, shard: ShardIndex) -> None:
+        """Take note that one of those who follow a shard is gone."""
+        assert shard.feed is not None
+        shard.feed.followers -= 1
+        if not shard.feed.followers:
+            shard.feed = None
 
     # --- storing -------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ A session answers what it can at once and returns a coroutine for what has to wa
 comes up from SSD, one that another session is writing, or a checksum. It does no I/O of its own:
 ``kvstore.connection`` brings it requests and carries its replies away.
 
-All that it holds, leases (pins of blocks handed out) and reservations, is bounded and ends with it.
+All that it holds, leases (pins of blocks handed out), reservations and a feed of its shard that it
+follows, is bounded and ends with it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from crc32c import crc32c
 
 from kvstore.entry import Entry, ShardIndex
 from kvstore.errors import AccessDenied, InvalidRequest, NamespaceMismatch
+from kvstore.feed import Feed
 from kvstore.fetch import Fetch
 from kvstore.identity import Namespace
 from kvstore.movement import Movement
 from kvstore.node import Node
+from kvstore.protocol.fields import JoinedHashes
 from kvstore.protocol.messages import (
     ABSENT,
     DRAM,
@@ -36,6 +39,8 @@ from kvstore.protocol.messages import (
     AnyRequest,
     Exists,
     ExistsAnswer,
+    Follow,
+    FollowAnswer,
     Get,
     GetAnswer,
     Match,
@@ -135,6 +140,7 @@ class Session:
         self._reservations: dict[int, Reservation] = {}
         self._turns: dict[int, asyncio.Event] = {}  # of the last write begun in each
         self._held = 0
+        self._feed: Feed | None = None  # of the shard, once it was asked for
 
     def __repr__(self) -> str:
         return (
@@ -170,7 +176,7 @@ class Session:
         return handled
 
     def close(self) -> None:
-        """Give up all leases and reservations. The client can't touch their memory any more."""
+        """Give up all that it holds. The client can't touch the memory of it any more."""
         self.transport.close()
         for entries in self._leases.values():
             self._node.unpin(entries)
@@ -179,6 +185,9 @@ class Session:
             self._node.abort(reservation)
         self._reservations.clear()
         self._held = 0
+        if self._feed is not None:
+            self._feed = None
+            self._node.unfollow(self._shard)
 
     def expire(self, now: float) -> None:
         """Let others store what this session reserved long ago and never committed.
@@ -522,6 +531,13 @@ class Session:
             raise AccessDenied(f"segment {number} does not hold blocks of this tenant")
         return segment
 
+    def _follow(self, request: Follow) -> Reply:
+        if self._feed is None:
+            self._feed = self._node.follow(self._shard)
+        recorded = self._feed.since(request.after, request.limit)
+        hashes = JoinedHashes(recorded.hashes)
+        return Reply(FollowAnswer(recorded.sequence, recorded.complete, recorded.kinds, hashes))
+
     def _ping(self, request: Ping) -> Reply:
         return Reply(PingAnswer())
 
@@ -547,6 +563,7 @@ def at_once(step: Coroutine[Any, Any, T]) -> T:
 _HANDLERS: Final[dict[type, Any]] = {
     Match: Session._match,
     Exists: Session._exists,
+    Follow: Session._follow,
     Release: Session._release,
     Reserve: Session._reserve,
     Segments: Session._segments,

@@ -10,6 +10,8 @@ from kvstore.protocol import fields
 
 __all__ = [
     "ABSENT",
+    "BLOCK_REMOVED",
+    "BLOCK_STORED",
     "BUSY",
     "DRAM",
     "FILL",
@@ -20,6 +22,7 @@ __all__ = [
     "AbortAnswer",
     "Answer",
     "ExistsAnswer",
+    "FollowAnswer",
     "GetAnswer",
     "MatchAnswer",
     "PingAnswer",
@@ -39,10 +42,14 @@ HELD: Final = 1
 BUSY: Final = 2
 REFUSED: Final = 3
 
+BLOCK_REMOVED: Final = 0
+BLOCK_STORED: Final = 1
+
 _TIERS: Final = bytes((ABSENT, HBM, DRAM, SSD))
 _HELD_TIERS: Final = bytes((HBM, DRAM, SSD))
 _VERDICTS: Final = bytes((FILL, HELD, BUSY, REFUSED))
 _FLAGS: Final = bytes((0, 1))
+_KINDS: Final = bytes((BLOCK_REMOVED, BLOCK_STORED))
 
 
 class Answer(Protocol):
@@ -265,3 +272,41 @@ class PingAnswer:
         """Check ``values`` and return the answer that they are."""
         fields.arguments(values, 0, "the answer to PING")
         return cls()
+
+
+@dataclass(slots=True)
+class FollowAnswer:
+    """Answer to :class:`Follow`.
+
+    Attributes:
+        sequence: number of the last change included: what the next request is to say.
+        complete: whether no change between the position asked about and ``sequence`` is missing.
+            Where it is false there are no changes, and what the follower believed is void.
+        kinds: for each change ``BLOCK_STORED`` or ``BLOCK_REMOVED``, in their order.
+        hashes: the block of each change.
+    """
+
+    sequence: int
+    complete: bool
+    kinds: bytes = b""
+    hashes: Sequence[bytes] = ()
+
+    def values(self) -> list[object]:
+        """Return the values in the order in which they travel."""
+        return [self.sequence, self.complete, self.kinds, fields.joined_hashes(self.hashes)]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> FollowAnswer:
+        """Check ``values`` and return the answer that they are."""
+        fields.arguments(values, 4, "the answer to FOLLOW")
+        sequence, complete, kinds, blob = values
+        hashes = fields.split_hashes(blob)
+        answer = cls(
+            fields.integer(sequence, 1, fields.MAX_U64, "sequence"),
+            fields.flag(complete, "complete"),
+            fields.codes(kinds, _KINDS, fields.MAX_HASHES, "kinds"),
+            hashes,
+        )
+        if len(answer.kinds) != len(hashes):
+            fields.wrong("there must be one hash for each change")
+        return answer

@@ -27,6 +27,7 @@ __all__ = [
     "integer",
     "integers",
     "join_hashes",
+    "joined_hashes",
     "mapping",
     "one_hash",
     "pack_locations",
@@ -221,6 +222,11 @@ class JoinedHashes(Sequence[bytes]):
 
     def __repr__(self) -> str:
         return f"<JoinedHashes {len(self)}>"
+
+
+def joined_hashes(hashes: Sequence[bytes]) -> bytes:
+    """Return ``hashes`` as the one blob in which they travel; see :func:`join_hashes`."""
+    return hashes.joined if type(hashes) is JoinedHashes else join_hashes(hashes)
 
 
 def one_hash(value: object, what: str) -> bytes:

@@ -24,6 +24,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, from_cod
 from kvstore.protocol import fields
 from kvstore.protocol.answers import (
     ABSENT,
+    BLOCK_REMOVED,
+    BLOCK_STORED,
     BUSY,
     DRAM,
     FILL,
@@ -34,6 +36,7 @@ from kvstore.protocol.answers import (
     AbortAnswer,
     Answer,
     ExistsAnswer,
+    FollowAnswer,
     GetAnswer,
     MatchAnswer,
     PingAnswer,
@@ -46,6 +49,7 @@ from kvstore.protocol.fields import HASH_BYTES, MAX_HASHES, join_hashes, split_h
 from kvstore.protocol.requests import (
     Abort,
     Exists,
+    Follow,
     Get,
     Hello,
     Match,
@@ -59,6 +63,8 @@ from kvstore.protocol.requests import (
 
 __all__ = [
     "ABSENT",
+    "BLOCK_REMOVED",
+    "BLOCK_STORED",
     "BUSY",
     "DRAM",
     "FILL",
@@ -77,6 +83,8 @@ __all__ = [
     "AnyRequest",
     "Exists",
     "ExistsAnswer",
+    "Follow",
+    "FollowAnswer",
     "Get",
     "GetAnswer",
     "Hello",
@@ -114,13 +122,13 @@ MAX_DEADLINE_MS: Final = 86_400_000
 _MAX_MESSAGE: Final = 2_000
 
 AnyRequest: TypeAlias = (
-    Hello | Match | Exists | Get | Release | Reserve | Write | Abort | Segments | Ping
+    Hello | Match | Exists | Get | Release | Reserve | Write | Abort | Segments | Ping | Follow
 )
 A = TypeVar("A", bound=Answer)
 
 _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
     kind.op: kind.parse
-    for kind in (Hello, Match, Exists, Get, Release, Reserve, Write, Abort, Segments, Ping)
+    for kind in (Hello, Match, Exists, Get, Release, Reserve, Write, Abort, Segments, Ping, Follow)
 }
 
 

@@ -18,6 +18,7 @@ from kvstore.protocol.answers import (
     AbortAnswer,
     Answer,
     ExistsAnswer,
+    FollowAnswer,
     GetAnswer,
     MatchAnswer,
     PingAnswer,
@@ -30,6 +31,7 @@ from kvstore.protocol.answers import (
 __all__ = [
     "Abort",
     "Exists",
+    "Follow",
     "Get",
     "Hello",
     "Match",
@@ -152,8 +154,7 @@ class Match:
     @property
     def joined(self) -> bytes:
         """The hashes as they travel, one behind the other."""
-        hashes = self.hashes
-        return hashes.joined if type(hashes) is fields.JoinedHashes else fields.join_hashes(hashes)
+        return fields.joined_hashes(self.hashes)
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
@@ -437,3 +438,43 @@ class Ping:
     def read(self, values: Sequence[object]) -> PingAnswer:
         """Check and return the answer to this request that ``values`` are."""
         return PingAnswer.parse(values)
+
+
+@dataclass(slots=True)
+class Follow:
+    """Asks what the client's shard gained and lost since a position.
+
+    Attributes:
+        after: the ``sequence`` of the last answer; 0 to begin.
+        limit: how many changes the answer may bring.
+    """
+
+    op: ClassVar[int] = 11
+
+    after: int
+    limit: int
+
+    def arguments(self) -> list[object]:
+        """Return what stands in the header after the deadline."""
+        return [self.after, self.limit]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> Follow:
+        """Check ``values`` and return the request that they are."""
+        fields.arguments(values, 2, "FOLLOW")
+        return cls(
+            fields.integer(values[0], 0, fields.MAX_U64, "position"),
+            fields.integer(values[1], 1, fields.MAX_HASHES, "limit"),
+        )
+
+    def read(self, values: Sequence[object]) -> FollowAnswer:
+        """Check and return the answer to this request that ``values`` are."""
+        answer = FollowAnswer.parse(values)
+        count = len(answer.kinds)
+        if count > self.limit:
+            fields.wrong("more changes were answered than asked for")
+        if answer.complete and answer.sequence != self.after + count:
+            fields.wrong("the number of changes does not fit their numbers")
+        if count and not answer.complete:
+            fields.wrong("changes were answered after others had been lost")
+        return answer

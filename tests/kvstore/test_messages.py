@@ -20,6 +20,8 @@ from kvstore.protocol.messages import (
     AnyRequest,
     Exists,
     ExistsAnswer,
+    Follow,
+    FollowAnswer,
     Get,
     GetAnswer,
     Hello,
@@ -68,6 +70,8 @@ PAIRS: list[tuple[AnyRequest, Answer]] = [
     (Abort(5), AbortAnswer()),
     (Segments([3, 1]), SegmentsAnswer([(3, 1 << 30), (1, 4096)])),
     (Ping(), PingAnswer()),
+    (Follow(0, 1), FollowAnswer(1 << 62, False, b"", [])),
+    (Follow(7, MAX_HASHES), FollowAnswer(9, True, b"\x01\x00", H[:2])),
 ]
 
 
@@ -160,6 +164,13 @@ BAD_REQUESTS: list[list[object]] = [
     [1, Write.op, 0, 1, [0], 0, 0, True, [1 << 32], None],
     [1, Abort.op, 0, 0],
     [1, Segments.op, 0, list(range(1000))],
+    [1, Follow.op, 0, 1],
+    [1, Follow.op, 0, -1, 1],
+    [1, Follow.op, 0, 1 << 64, 1],
+    [1, Follow.op, 0, False, 1],
+    [1, Follow.op, 0, 1, 0],
+    [1, Follow.op, 0, 1, MAX_HASHES + 1],
+    [1, Follow.op, 0, 1, 1, 1],
     [1, Hello.op, 0, 1, "t", None, {}, 0, [], "", {}],
     [1, Hello.op, 0, 1, "t", None, {}, 0, ["shm"] * 17, "", {}],
     [1, Hello.op, 0, 1, "t", None, {}, 0, [1], "", {}],
@@ -208,7 +219,7 @@ values = st.recursive(
 
 
 @given(
-    op=st.integers(0, 11), arguments=st.lists(values, max_size=8), payload=st.integers(0, 1 << 40)
+    op=st.integers(0, 12), arguments=st.lists(values, max_size=8), payload=st.integers(0, 1 << 40)
 )
 def test_any_header_is_a_request_or_an_invalid_request(
     op: int, arguments: list[object], payload: int
@@ -242,6 +253,12 @@ def test_any_header_is_an_answer_or_an_error(
         (Write(1, [0]), WriteAnswer(b"")),
         (Write(1, [0]), WriteAnswer(b"\x02")),
         (Segments([1]), SegmentsAnswer([(2, 4096)])),
+        (Follow(7, 1), FollowAnswer(9, True, b"\x01\x00", H[:2])),
+        (Follow(7, 9), FollowAnswer(8, True, b"\x01\x00", H[:2])),
+        (Follow(7, 9), FollowAnswer(8, False, b"\x01", H[:1])),
+        (Follow(7, 9), FollowAnswer(8, True, b"\x02", H[:1])),
+        (Follow(7, 9), FollowAnswer(8, True, b"\x01", H[:2])),
+        (Follow(0, 9), FollowAnswer(0, False)),
         (HELLO, dataclasses.replace(WELCOME, transport="rdma")),
     ],
 )

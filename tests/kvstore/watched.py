@@ -47,6 +47,7 @@ class Watched(DaemonThread):
         metrics = self.metrics
         wait_for(lambda: metrics.sessions == 0)
         wait_for(lambda: (metrics.pins, metrics.reservations) == (0, 0))
+        assert all(shard.feed is None for shard in self.daemon.node.index.shards)
         assert self.used == self.held
         assert metrics.hits.total() + metrics.misses.total() == metrics.lookups
         assert metrics.internal_errors == 0

@@ -4,6 +4,7 @@
 #   make test        the whole test suite
 #   make setup       only the environment, .venv; `source .venv/bin/activate` gives `kvstore`
 #   make test-rdma   the tests that need RoCEv2, in virtual machines that have it
+#   make test-vllm   the tests on the real vLLM, in an environment of their own, .venv-vllm
 #   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
 #   make format proto                          rewrite files in place
@@ -14,16 +15,22 @@ VENV ?= .venv
 export VENV
 PYTHON_ := $(VENV)/bin/python
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test test-rdma lint format types contracts proto proto-check wheel-check bench bench-rdma clean
+.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-rdma clean
 
 help:
-	@sed -n '3,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,11s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
 $(READY): pyproject.toml requirements/constraints.txt scripts/setup
 	@scripts/setup $(VENV)
+	@touch $@
+
+$(VLLM_READY): pyproject.toml requirements/vllm.txt scripts/setup-vllm
+	@scripts/setup-vllm $(VLLM_VENV)
 	@touch $@
 
 demo: $(READY)
@@ -34,6 +41,10 @@ test: $(READY)
 
 test-rdma: $(READY)
 	$(PYTHON_) -m tests.rdma.guest.suite $(TESTS)
+
+# One after the other: each engine takes both cores.
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest -ra $(or $(TESTS),tests/engines)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -29,6 +29,7 @@ from client.paged import PagedMemory
 from client.vllm.counts import Counts
 from client.vllm.jobs import LoadJob, SaveJob
 from client.vllm.link import Link
+from client.vllm.logs import join_log
 from client.vllm.namespace import make_namespace
 from client.vllm.progress import Finished
 from client.vllm.scheduler import Node, SchedulerSide
@@ -138,6 +139,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_log("vllm")
         transfer = vllm_config.kv_transfer_config
         self.settings = Settings.read(transfer.kv_connector_extra_config or {}, os.environ)
         self.counts = Counts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,30 @@ from kvstore.errors import InvalidRequest
 
 Buffers: TypeAlias = "Sequence[Any] | np.ndarray[Any, Any]"
 """Several buffers: a sequence of them, or an array whose rows they are."""
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """Blocks that are written where they are wanted, once it is known which are."""
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+
+    def write(self, positions: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Write the bytes of blocks.
+
+        It may be asked for a block more than once, and with the asyncio client by another thread.
+        What it raises ends the put and is raised to whoever called that.
+
+        Args:
+            positions: which blocks, in ascending order.
+            into: memory of the size of a block for each, not to be touched after the return: it
+                may be the node's own.
+        """
+
+
+PutBlocks: TypeAlias = "Buffers | BlockSource"
+"""What a put takes its blocks from."""
 
 
 def flat_bytes(buffer: object) -> memoryview:

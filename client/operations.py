@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
-from client.buffers import Buffers, flat_bytes, writable_bytes
-from client.results import BUSY, FAILED, REFUSED, STORED, GetResult, Match, PutResult
+from client.buffers import Buffers, writable_bytes
+from client.results import GetResult, Match
 from kvstore.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
@@ -32,12 +32,6 @@ GETS_AHEAD: Final = 2
 
 BATCH_BYTES: Final = 128 << 20
 """Payload of one GET at most, so that pins stay few and short."""
-
-RESERVE_BYTES: Final = 128 << 20
-"""What one RESERVE asks room for at most, so that little is held up by a slow writer."""
-
-WRITE_BYTES: Final = 8 << 20
-"""Payload of one WRITE at most; several are under way at once."""
 
 
 @dataclass(slots=True)
@@ -309,7 +303,7 @@ class _Part:
             Unavailable: the memory can't be registered, or the session has ended.
         """
         transport, buffers = self._terms.transport, self._buffers
-        self._named = _name(transport.destinations, buffers)
+        self._named = name_memory(transport.destinations, buffers)
         request = messages.Get(self._hashes, offset, len(buffers[0]), wait, self._named)
         inline = not transport.shares_memory and self._named is None
         return Call(request, sink=self._found if inline else None)
@@ -341,7 +335,7 @@ class _Part:
         self._terms.transport.done(self._named)
 
 
-def _name(
+def name_memory(
     how: Callable[[Sequence[memoryview]], Sequence[int] | None], buffers: Sequence[memoryview]
 ) -> Sequence[int] | None:
     """What the transport tells the node of the caller's memory.
@@ -426,131 +420,3 @@ def _spread(codes: bytes, views: list[memoryview | None]) -> list[memoryview | N
     """Put ``None`` where a block was missed."""
     found = iter(views)
     return [next(found) if code != messages.ABSENT else None for code in codes]
-
-
-def check_blocks(namespace: Namespace, hashes: Sequence[bytes], blocks: Buffers) -> None:
-    """Accept blocks to store.
-
-    Raises:
-        InvalidRequest: their number is not that of the hashes, or one is no buffer.
-        NamespaceMismatch: one has another size than the blocks of the namespace.
-    """
-    if len(blocks) != len(hashes):
-        raise InvalidRequest(f"{len(hashes)} hashes need as many blocks, not {len(blocks)}")
-    size = namespace.block_bytes
-    if getattr(blocks, "block_bytes", None) == size:
-        return
-    for block in blocks:
-        if (found := flat_bytes(block).nbytes) != size:
-            raise NamespaceMismatch(f"a block has {found} bytes, the namespace {size}")
-
-
-def put(
-    terms: Terms, hashes: Sequence[bytes], blocks: Buffers, parent: bytes
-) -> Operation[PutResult]:
-    """Store a chain of blocks: reserve, fill, commit; what is held already is skipped.
-
-    What is reserved is filled in parts: while one is filled, the node commits the one before.
-    """
-    putting = _Putting(terms, hashes, blocks, parent)
-    try:
-        yield from putting.run()
-    finally:
-        terms.reservations += [number for number, left in putting.open.items() if left]
-        for named in putting.named:
-            terms.transport.done(named)
-    return PutResult(bytes(putting.codes))
-
-
-class _Putting:
-    """One put on its way.
-
-    Attributes:
-        codes: the outcome of each block as far as it is known.
-        open: how many blocks of each reservation have not been committed.
-        named: what the node was told of the caller's memory, call by call.
-    """
-
-    def __init__(
-        self, terms: Terms, hashes: Sequence[bytes], blocks: Buffers, parent: bytes
-    ) -> None:
-        self.codes = bytearray([FAILED]) * len(hashes)
-        self.open: dict[int, int] = {}
-        self.named: list[Sequence[int]] = []
-        self._terms = terms
-        self._size = terms.namespace.block_bytes
-        self._hashes = hashes
-        self._blocks = blocks
-        self._parent = parent
-        self._step = terms.blocks_at_once(self._size, RESERVE_BYTES)
-        self._written: list[tuple[int, list[int], Any]] = []
-
-    def run(self) -> Operation[None]:
-        """Store all parts; stop at the first that has no room or is being written by another."""
-        for start in range(0, len(self._hashes), self._step):
-            more = yield from self._store(start)
-            for reservation, positions, handle in self._written:
-                yield from self._settle(reservation, positions, handle)
-            self._written.clear()
-            if not more:
-                return
-
-    def _store(self, start: int) -> Operation[bool]:
-        """Write what the node has room for; returns whether the next part makes sense."""
-        chain = self._hashes[start : start + self._step]
-        parent = self._hashes[start - 1] if start else self._parent
-        answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
-        verdicts = answer.verdicts
-        self.codes[start : start + len(verdicts)] = verdicts
-        indexes = [i for i, verdict in enumerate(verdicts) if verdict == messages.FILL]
-        if indexes:
-            self.open[answer.reservation] = len(indexes)
-            yield from self._write(start, answer, indexes)
-        for code in (REFUSED, BUSY):
-            if code in verdicts:
-                self._rest(start + len(verdicts), code)
-                return False
-        return True
-
-    def _write(
-        self, start: int, answer: messages.ReserveAnswer, indexes: list[int]
-    ) -> Operation[None]:
-        """Move the blocks reserved, and ask the node to commit them."""
-        for index in indexes:
-            self.codes[start + index] = FAILED
-        locations = answer.locations
-        transport = self._terms.transport
-        if missing := transport.missing(locations):
-            yield MapSegments(missing)
-        step = self._terms.blocks_at_once(self._size, WRITE_BYTES)
-        for first in range(0, len(indexes), step):
-            part = indexes[first : first + step]
-            places = locations[first : first + step] if locations is not None else None
-            buffers = [flat_bytes(self._blocks[start + index]) for index in part]
-            payload: Sequence[memoryview] = ()
-            if transport.shares_memory:
-                fill = partial(transport.fill, places, 0, buffers)
-                yield Move(fill, self._size * len(part))
-            else:
-                payload = transport.fill(places, 0, buffers)
-            named = _name(transport.sources, buffers)
-            if named is not None:
-                self.named.append(named)
-            request = messages.Write(answer.reservation, part, 0, self._size, sources=named)
-            handle = yield Begin(Call(request, payload))
-            self._written.append((answer.reservation, [start + index for index in part], handle))
-
-    def _settle(self, reservation: int, positions: list[int], handle: Any) -> Operation[None]:
-        """See which blocks have been committed."""
-        try:
-            written: messages.WriteAnswer = yield Finish(handle)
-        except InvalidRequest as error:
-            raise Unavailable(f"the node gave up blocks it had reserved: {error}") from error
-        for position, done in zip(positions, written.committed, strict=True):
-            if done:
-                self.codes[position] = STORED
-        self.open[reservation] -= written.committed.count(1)
-
-    def _rest(self, start: int, code: int) -> None:
-        """Say of all blocks from one on that the put does not get to them."""
-        self.codes[start:] = bytes([code]) * (len(self.codes) - start)

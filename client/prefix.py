@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, overload
 
 import numpy as np
 
-from client.buffers import Buffers
+from client.buffers import PutBlocks
 from client.layout import BlockShape, KVTensors, Layout
 from client.results import FAILED, Match, PutResult, tier_counts
 from kvstore.errors import NamespaceMismatch, ParentAbsent
@@ -63,7 +63,7 @@ class BlockClient(Protocol):
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -88,7 +88,7 @@ class AsyncBlockClient(Protocol):
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -288,11 +288,8 @@ class AsyncPrefixes:
         return _saved(codes, len(hashes), None)
 
 
-class PackedBlocks(Sequence[memoryview]):
-    """The blocks of tensors, each packed only when it is asked for.
-
-    A node that holds most of a prefix asks for few of them.
-    """
+class PackedBlocks:
+    """The blocks of tensors as a ``BlockSource``: only those that the node wants are packed."""
 
     def __init__(self, layout: Layout, tensors: KVTensors, first_block: int, count: int) -> None:
         self._layout = layout
@@ -303,18 +300,14 @@ class PackedBlocks(Sequence[memoryview]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[memoryview]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self._count))]
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        block = memoryview(bytearray(self._layout.block_bytes))
-        self._layout.pack(self._tensors, self._first_block + index, [block])
-        return block
+    def write(self, positions: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Pack blocks into memory; see ``BlockSource.write``."""
+        start = 0
+        for end in range(1, len(positions) + 1):
+            if end == len(positions) or positions[end] != positions[end - 1] + 1:
+                first = self._first_block + positions[start]
+                self._layout.pack(self._tensors, first, into[start:end])
+                start = end
 
 
 def check_layout(namespace: Namespace, layout: BlockShape) -> None:

@@ -138,6 +138,11 @@ class ShmClientTransport(ClientTransport):
         """Return read-only views of ``length`` bytes at each of ``locations``."""
         return self.segments.views(_given(locations), length)
 
+    def extents(self, locations: Sequence[int] | None, length: int) -> list[memoryview]:
+        """Return ``length`` writable bytes at each of ``locations``."""
+        writable = self.segments.writable
+        return [writable(place, length) for place in _given(locations)]
+
     def place(self, locations: Sequence[int] | None, buffers: Sequence[memoryview]) -> None:
         """Copy the blocks at ``locations`` to ``buffers``."""
         writable = self.segments.writable

@@ -230,6 +230,15 @@ class ClientTransport(ABC):
         """
         raise TransportError(f"the {self.name} transport shares no memory")
 
+    def extents(self, locations: Sequence[int] | None, length: int) -> list[memoryview]:
+        """Return ``length`` writable bytes at each of ``locations``, to be filled for a ``WRITE``.
+
+        Raises:
+            TransportError: this transport shares no memory.
+            BadPlace: the locations make no sense.
+        """
+        raise TransportError(f"the {self.name} transport shares no memory")
+
     def done(self, named: Sequence[int] | None) -> None:  # noqa: B027 - most have nothing to do
         """Take back the memory of a call that has been answered.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
-from client.buffers import Buffers, flat_bytes
+from client.buffers import BlockSource, PutBlocks, flat_bytes
 from client.results import FAILED, HELD, STORED, Match, PutResult, leading_hits
 from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT, Namespace
@@ -64,7 +64,7 @@ class MemoryStore:
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -77,9 +77,16 @@ class MemoryStore:
         for index, value in enumerate(hashes):
             codes.append(HELD if value in self.blocks else STORED)
             if value not in self.blocks:
-                self.blocks[value] = bytes(flat_bytes(blocks[index]))
+                self.blocks[value] = self._bytes_of(blocks, index)
                 self.packed += 1
         return PutResult(bytes(codes))
+
+    def _bytes_of(self, blocks: PutBlocks, index: int) -> bytes:
+        if not isinstance(blocks, BlockSource):
+            return bytes(flat_bytes(blocks[index]))
+        block = memoryview(bytearray(self.namespace.block_bytes))
+        blocks.write([index], [block])
+        return bytes(block)
 
 
 class AsyncMemoryStore:
@@ -99,7 +106,7 @@ class AsyncMemoryStore:
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,

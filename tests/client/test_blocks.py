@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from client import operations
+from client import operations, putting
 from client.layout import HeadMajorLayout
 from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ParentAbsent
 from kvstore.identity import Namespace, prefix_hashes
@@ -157,8 +157,8 @@ def test_larger_buffers_are_filled_from_the_front(client: Any) -> None:
 
 def test_batches_are_split(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "BATCH_BYTES", 5 * BLOCK)
-    monkeypatch.setattr(operations, "RESERVE_BYTES", 7 * BLOCK)
-    monkeypatch.setattr(operations, "WRITE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(putting, "RESERVE_BYTES", 7 * BLOCK)
+    monkeypatch.setattr(putting, "WRITE_BYTES", 2 * BLOCK)
     names, data = hashes(37), content(37)
     assert client.put(names[:3], data[:3]).stored == 3
     result = client.put(names, data)

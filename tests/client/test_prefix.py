@@ -119,12 +119,17 @@ def test_another_layout_is_refused(store: MemoryStore) -> None:
         Prefixes(store, LAYOUT).load(TOKENS, tensors(4))
 
 
-def test_packed_blocks_are_a_sequence() -> None:
-    blocks = PackedBlocks(LAYOUT, tensors(12, 1), 1, 2)
-    assert len(blocks) == 2
-    assert [bytes(block) for block in blocks] == [bytes(block) for block in blocks[0:2]]
-    with pytest.raises(IndexError):
-        blocks[2]
+def test_packed_blocks_write_what_is_asked_for() -> None:
+    kept = tensors(32, 1)
+    blocks = PackedBlocks(LAYOUT, kept, 1, 7)
+    assert len(blocks) == 7
+    into = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(4)]
+    blocks.write([0, 1, 4, 6], into)
+    one = memoryview(bytearray(LAYOUT.block_bytes))
+    for position, block in zip([0, 1, 4, 6], into, strict=True):
+        LAYOUT.pack(kept, 1 + position, [one])
+        assert block == one
+    blocks.write([], [])
 
 
 async def test_the_asyncio_twin_does_the_same(store: MemoryStore) -> None:

@@ -42,6 +42,19 @@ class TestShm(TransportContract):
         assert views[1][0] == 7
         assert all(view.readonly for view in views)
 
+    def test_extents_are_the_nodes_memory_itself(self, pair: Pair) -> None:
+        places = pair.memory.places(3, 64)
+        locations = pair.node.grant(places)
+        pair.locate(locations)
+        pair.client.extents(locations, 64)[1][:] = bytes([7]) * 64
+        assert [bytes(pair.memory.view(place, 64)) == b"\7" * 64 for place in places] == [
+            False,
+            True,
+            False,
+        ]
+        with pytest.raises(BadPlace):
+            pair.client.extents(None, 64)
+
     def test_no_payload_follows_a_write(self, pair: Pair) -> None:
         assert pair.node.landing([1], 64) is None
 

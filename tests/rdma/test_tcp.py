@@ -33,3 +33,5 @@ class TestTcp(TransportContract):
             pair.client.fill([1], 0, [])
         with pytest.raises(TransportError, match="shares no memory"):
             pair.client.views([1], 64)
+        with pytest.raises(TransportError, match="shares no memory"):
+            pair.client.extents([1], 64)

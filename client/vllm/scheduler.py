@@ -19,7 +19,7 @@ from client.vllm.plan import Plan
 from client.vllm.progress import Finished
 from client.vllm.settings import Settings
 from client.vllm.weights import Adapters
-from kvstore.identity import ExtraKey
+from kvstore.identity import ROOT_PARENT, ExtraKey
 
 logger = logging.getLogger("kvstore.client.vllm")
 
@@ -49,6 +49,20 @@ class Request(Protocol):
     all_token_ids: Sequence[int]
     kv_transfer_params: Mapping[str, Any] | None
     lora_request: Any
+
+
+class Listener(Protocol):
+    """Who wants to know what the store holds."""
+
+    def held(self, request: Any, first: int, hashes: Sequence[bytes], parent: bytes) -> None:
+        """Take note that the store holds blocks of a request.
+
+        Args:
+            request: vLLM's own object.
+            first: number of the first block in the request.
+            hashes: of the blocks.
+            parent: prefix hash of the block before the first.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,7 @@ class Watched:
     Attributes:
         request: vLLM's own object.
         chain: hashes of its full blocks.
-        wait: seconds that its prompt's blocks are to be waited for; used once.
+        until: when its prompt's blocks need no longer be waited for, on the clock; used once.
         codes: where each leading block lies, as the store said last.
         asked: when it said so, on the clock.
         computed: tokens that the engine held itself at the last lookup.
@@ -89,10 +103,27 @@ class Watched:
 
     request: Request
     chain: PrefixChain
-    wait: float = 0.0
+    until: float = float("-inf")
     codes: bytes = b""
     asked: float = float("-inf")
     computed: int = 0
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save under way that the listener will be told of.
+
+    Attributes:
+        request: whose blocks.
+        job: the save.
+        first: number of its first block in the request.
+        held: how many leading blocks of it the store holds, by what every worker has said so far.
+    """
+
+    request: Request
+    job: SaveJob
+    first: int
+    held: int
 
 
 @dataclass(slots=True)
@@ -102,10 +133,12 @@ class Step:
     Attributes:
         loads: in the order of admission.
         saves: after the step's forward.
+        cancelled: requests that wait for blocks no longer.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -121,6 +154,7 @@ class SchedulerSide:
         loads: whether anything is loaded.
         saves: whether anything is saved.
         counts: what was done.
+        listener: told of blocks that the store holds, as far as it can be known here.
         clock: seconds that only grow.
     """
 
@@ -134,6 +168,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         counts: Counts,
+        listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -148,6 +183,8 @@ class SchedulerSide:
         self._pins: Pins | None = None
         self._step = Step()
         self._spent = 0.0
+        self._listener = listener
+        self._saving: dict[int, Saving] = {}
         self._adapters = Adapters()
         self._generation: tuple[ExtraKey, ...] = ()
 
@@ -170,7 +207,10 @@ class SchedulerSide:
             return
         keys = replace(keys, always=keys.always + self._generation)
         chain = PrefixChain(self._block_tokens, keys)
-        self._watched[request.request_id] = Watched(request, chain, self._wait_of(request))
+        # From here on, not from admission: requests that queue up behind others that wait in vain
+        # are not to wait in vain one after the other.
+        until = self._clock() + wait if (wait := self._wait_of(request)) else float("-inf")
+        self._watched[request.request_id] = Watched(request, chain, until)
         self._plan.track(request.request_id, request.num_prompt_tokens, chain.hashes)
 
     def begin_anew(self) -> None:
@@ -201,7 +241,7 @@ class SchedulerSide:
         hashes = watched.chain.extend(watched.request.all_token_ids)
         if len(hashes) * self._block_tokens <= computed:
             return 0
-        if watched.wait and all(node.link.up for node in self._nodes):
+        if self._clock() < watched.until and all(node.link.up for node in self._nodes):
             held = watched.request.num_prompt_tokens // self._block_tokens
         elif not self._look_up(watched, hashes):
             return None
@@ -224,8 +264,9 @@ class SchedulerSide:
         first = watched.computed // self._block_tokens
         last = first + external // self._block_tokens
         self._plan.held(request_id, last)
-        load = self._plan.load(request_id, blocks[first:last], first, watched.wait)
-        watched.wait, watched.asked = 0.0, float("-inf")
+        wait = max(0.0, watched.until - self._clock())
+        load = self._plan.load(request_id, blocks[first:last], first, wait)
+        watched.until = watched.asked = float("-inf")
         self._step.loads.append(load)
 
     def abandon(self, request_id: str, blocks: Sequence[int]) -> None:
@@ -260,6 +301,9 @@ class SchedulerSide:
         self._save(watched, tokens, lambda _: blocks)
         left = self._plan.unsaved(request.request_id, tokens)
         self._counts.add(skipped_save_blocks=left)
+        if (load := self._plan[request.request_id].load) is not None and load.wait:
+            # The engine keeps the blocks of a request that was aborted until its load is over.
+            self._step.cancelled.append(request.request_id)
         self._plan.forget(request.request_id)
 
     # --- steps -----------------------------------------------------------------------------------
@@ -297,9 +341,22 @@ class SchedulerSide:
             self._plan.loaded(request_id)
         for request_id in finished.orphaned:
             self._plan.orphaned(request_id)
-        if self._pins is not None:
-            for number, done in workers.items():
-                self._pins.done(number, done)
+        if self._pins is None:
+            return
+        over = [number for number, done in workers.items() if self._pins.done(number, done)]
+        self._tell(finished.saved, over)
+
+    def _tell(self, saved: Mapping[int, int], over: Sequence[int]) -> None:
+        """Tell the listener of saves that all workers are done with."""
+        if self._listener is None:
+            return
+        for number, held in saved.items():
+            self._saving[number].held = min(held, self._saving[number].held)
+        for number in over:
+            saving = self._saving.pop(number)
+            if saving.held:
+                hashes = saving.job.hashes[: saving.held]
+                self._listener.held(saving.request, saving.first, hashes, saving.job.parent)
 
     def close(self) -> None:
         """Close the sessions."""
@@ -321,6 +378,9 @@ class SchedulerSide:
         asked = len(hashes) * self._block_tokens - watched.computed
         matched = max(0, len(watched.codes) * self._block_tokens - watched.computed)
         self._counts.add(lookups=1, asked_tokens=asked, matched_tokens=matched)
+        if self._listener is not None and watched.codes:
+            found = hashes[: len(watched.codes)]
+            self._listener.held(watched.request, 0, found, ROOT_PARENT)
         return True
 
     def _ask(self, hashes: Sequence[bytes]) -> bytes:
@@ -347,6 +407,9 @@ class SchedulerSide:
         for job in self._plan.saves(request_id, blocks_of(request_id), tokens, pins.room):
             pins.pin(job)
             self._step.saves.append(job)
+            if self._listener is not None:
+                first = self._plan[request_id].planned - len(job.hashes)
+                self._saving[job.number] = Saving(watched.request, job, first, len(job.hashes))
 
     def _wait_of(self, request: Request) -> float:
         """Seconds that a request wants to wait for blocks which another engine is computing."""
@@ -356,4 +419,4 @@ class SchedulerSide:
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
             logger.warning("request %s: wait must be seconds, not %r", request.request_id, wait)
             return 0.0
-        return min(float(wait), self._settings.max_wait)
+        return float(min(wait, self._settings.max_wait))

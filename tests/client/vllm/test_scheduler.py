@@ -98,6 +98,7 @@ class Bench:
         for link in self.links:
             link.up = True
         self.pool = Pool(64)
+        self.told: list[tuple[str, int, int, bytes]] = []
         loads, saves = options.pop("loads", True), options.pop("saves", True)
         settings = Settings.read({"url": "unix:///x", "pinned_share": 1, **options}, {})
         self.side = SchedulerSide(
@@ -108,9 +109,17 @@ class Bench:
             loads=loads,
             saves=saves,
             counts=self.counts,
+            listener=self,
             clock=self.clock,
         )
         self.side.bind(self.pool)
+
+    def held(self, request: Any, first: int, hashes: Sequence[bytes], parent: bytes) -> None:
+        """Take note of what routers are to be told."""
+        names = request.names()
+        assert list(hashes) == names[first : first + len(hashes)]
+        assert parent == (names[first - 1] if first else ROOT_PARENT)
+        self.told.append((request.request_id, first, len(hashes), parent))
 
     def begin(self, tokens: int = 20, name: str = "r", **params: Any) -> Request:
         request = Request(name, list(range(1, tokens + 1)), kv_transfer_params=params or None)
@@ -381,12 +390,97 @@ def test_it_waits_no_longer_than_is_allowed() -> None:
     assert bench.side.take_step().loads[0].wait == 2.0
 
 
+def test_the_time_in_the_queue_counts() -> None:
+    bench = Bench()
+    bench.begin(tokens=18, kvstore={"wait": 3})
+    bench.clock.now += 2.0
+    assert bench.side.lookup("r", 0) == 16
+    bench.clock.now += 0.5
+    bench.side.allocated("r", [10, 11, 12, 13], 16)
+    assert bench.side.take_step().loads[0].wait == 0.5
+
+
+def test_a_request_that_has_waited_long_enough_in_the_queue_takes_what_is_there() -> None:
+    bench = Bench()
+    request = bench.begin(tokens=18, kvstore={"wait": 3})
+    bench.holds(request.names()[:1])
+    bench.clock.now += 3.0
+    assert bench.side.lookup("r", 0) == TOKENS
+    bench.side.allocated("r", [10], TOKENS)
+    assert bench.side.take_step().loads[0].wait == 0.0
+
+
+def test_a_request_that_ends_while_it_waits_is_called_off() -> None:
+    bench = Bench()
+    request = bench.begin(tokens=18, kvstore={"wait": 3})
+    bench.side.lookup("r", 0)
+    bench.side.allocated("r", [10, 11, 12, 13], 16)
+    bench.side.take_step()
+    bench.side.finished(request, [])
+    assert bench.side.take_step().cancelled == ["r"]
+    assert bench.side.take_step().cancelled == []
+
+
+@pytest.mark.parametrize("wait", [0, 3])
+def test_a_request_that_does_not_wait_is_not_called_off(wait: int) -> None:
+    bench = Bench()
+    request = bench.begin(tokens=18, kvstore={"wait": wait})
+    bench.holds(request.names())
+    external = bench.side.lookup("r", 0)
+    assert external == 16
+    bench.side.allocated("r", [10, 11, 12, 13], external)
+    bench.side.take_step()
+    if wait:
+        bench.side.update(Finished(loaded={"r"}), {})
+    bench.side.finished(request, [])
+    assert bench.side.take_step().cancelled == []
+
+
+def test_an_endless_wait_is_the_longest_allowed() -> None:
+    bench = Bench()
+    bench.begin(tokens=18, kvstore={"wait": 10**400})
+    bench.side.lookup("r", 0)
+    bench.side.allocated("r", [10, 11, 12, 13], 16)
+    assert bench.side.take_step().loads[0].wait == pytest.approx(30.0)
+
+
 @pytest.mark.parametrize("params", [{"wait": "x"}, {"wait": -1}, {"wait": True}, {}, None, "x", 3])
 def test_nonsense_is_no_wait(params: object) -> None:
     bench = Bench()
     bench.begin(tokens=18, kvstore=params)
     assert bench.side.lookup("r", 0) == 0
     assert bench.stores[0].asked
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+def test_routers_are_told_of_what_a_lookup_finds() -> None:
+    bench = Bench()
+    request = bench.begin()
+    bench.holds(request.names()[:2])
+    bench.side.lookup("r", 4)
+    assert bench.told == [("r", 0, 2, ROOT_PARENT)]
+
+
+def test_routers_are_told_of_saves_when_all_workers_are_done() -> None:
+    bench = Bench(workers=2)
+    request = bench.begin()
+    bench.holds(request.names()[:1])
+    bench.side.lookup("r", 4)
+    bench.told.clear()
+    (job,) = bench.computes(request, 20).saves
+    bench.side.update(Finished(saved={job.number: 4}), {job.number: 1})
+    assert bench.told == []
+    bench.side.update(Finished(saved={job.number: 3}), {job.number: 1})
+    assert bench.told == [("r", 1, 3, request.names()[0])]
+
+
+def test_routers_are_not_told_of_saves_that_failed() -> None:
+    bench = Bench()
+    (job,) = bench.computes(bench.begin(), 20).saves
+    bench.side.update(Finished(saved={job.number: 0}), {job.number: 1})
+    assert bench.told == []
 
 
 # --- errors and changes of weights ---------------------------------------------------------------

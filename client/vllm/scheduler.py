@@ -378,6 +378,7 @@ class SchedulerSide:
         asked = len(hashes) * self._block_tokens - watched.computed
         matched = max(0, len(watched.codes) * self._block_tokens - watched.computed)
         self._counts.add(lookups=1, asked_tokens=asked, matched_tokens=matched)
+        self._plan.held(watched.request.request_id, len(watched.codes))
         if self._listener is not None and watched.codes:
             found = hashes[: len(watched.codes)]
             self._listener.held(watched.request, 0, found, ROOT_PARENT)

@@ -69,11 +69,13 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: in the order of admission.
         saves: after the step's forward.
+        cancelled: requests that wait for blocks no longer.
         idle: whether the step computes nothing.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     idle: bool = False
 
 
@@ -199,6 +201,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, StepMetadata):
             self._worker.load(metadata.loads)
+            self._worker.cancel(metadata.cancelled)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs when all of its blocks are there."""
@@ -334,7 +337,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._plan_saves(scheduler_output.num_scheduled_tokens)
         step = self._scheduler.take_step()
         idle = not scheduler_output.num_scheduled_tokens
-        return StepMetadata(step.loads, step.saves, idle)
+        return StepMetadata(step.loads, step.saves, step.cancelled, idle)
 
     @guarded(_nothing)
     def _plan_saves(self, scheduled: Mapping[str, int]) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from client.prefix import Views
+from client.results import GetResult
 from client.vllm.counts import Counts
 from client.vllm.jobs import LoadJob
 from client.vllm.progress import Progress
+from kvstore.errors import Unavailable
 
 logger = logging.getLogger("kvstore.client.vllm")
 
@@ -22,7 +24,12 @@ PIECE_BYTES: Final = 32 << 20
 """Payload that is asked for at once: pins of the node stay few, and other loads get their turn."""
 
 POLL: Final = 0.002
-"""Seconds between two looks for blocks that another engine is still computing."""
+LONGEST_POLL: Final = 0.05
+"""Seconds between two looks for blocks that another engine is still computing: the longer none has
+come, the longer, so that what is added to a wait stays a small part of it."""
+
+POLL_SHARE: Final = 1 / 16
+"""Part of the time without a new block that the next look is put off by."""
 
 
 class Memory(Protocol):
@@ -39,7 +46,10 @@ class Memory(Protocol):
 
 
 class ViewClient(Protocol):
-    """The call of the blocking client that loads make."""
+    """The calls of the blocking client that loads make."""
+
+    def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
+        """Say which blocks are held, each by itself."""
 
     def view(
         self, hashes: Sequence[bytes], *, deadline: float | None = None
@@ -47,7 +57,7 @@ class ViewClient(Protocol):
         """Show blocks without copying them."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
     """A load under way.
 
@@ -56,12 +66,26 @@ class Running:
         mark: what the engine's device has to have done before its blocks may be written.
         began: when it was asked for, in seconds of the clock.
         done: how many of its blocks are there.
+        moved: when the last of them came.
+        due: when to look for more, where it waits.
     """
 
     job: LoadJob
     mark: object | None
     began: float
     done: int = 0
+    moved: float = 0.0
+    due: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When it stops waiting."""
+        return self.began + self.job.wait
+
+    def put_off(self, now: float) -> None:
+        """Set when to look again."""
+        pause = min(max(POLL, (now - self.moved) * POLL_SHARE), LONGEST_POLL)
+        self.due = min(now + pause, self.end)
 
 
 class Loads:
@@ -98,7 +122,7 @@ class Loads:
         self._progress = progress
         self._clock = clock
         self._piece = max(1, PIECE_BYTES // block_bytes)
-        self._asked: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Running | str | None] = queue.SimpleQueue()
         self._waiting: list[Running] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-loads", daemon=True)
@@ -116,7 +140,12 @@ class Loads:
                 request.
         """
         self._progress.begin()
-        self._asked.put(Running(job, mark, self._clock()))
+        now = self._clock()
+        self._asked.put(Running(job, mark, now, moved=now))
+
+    def cancel(self, request: str) -> None:
+        """Stop waiting for blocks of a request: the engine wants its memory back."""
+        self._asked.put(request)
 
     def close(self) -> None:
         """End the thread; loads not done yet fail."""
@@ -128,36 +157,51 @@ class Loads:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (running := self._next()) is not None or not self._closing.is_set():
-            if running is not None:
-                self._go_on(running)
-            for each in self._take_waiting():
-                self._go_on(each)
-        for each in self._take_waiting():
-            self._end(each)
+        while (asked := self._next()) is not None or not self._closing.is_set():
+            if isinstance(asked, Running):
+                self._go_on(asked)
+            elif asked is not None:
+                self._end_all(self._take_waiting(asked))
+            now = self._clock()
+            while (due := self._take_due(now)) is not None:
+                self._go_on(due)
+        self._end_all(self._take_waiting())
 
-    def _next(self) -> Running | None:
+    def _next(self) -> Running | str | None:
+        due = min((each.due for each in self._waiting), default=None)
         try:
-            return self._asked.get(timeout=POLL if self._waiting else None)
+            return self._asked.get(timeout=None if due is None else max(0, due - self._clock()))
         except queue.Empty:
             return None
 
-    def _take_waiting(self) -> list[Running]:
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def _take_due(self, now: float) -> Running | None:
+        at = next((at for at, each in enumerate(self._waiting) if each.due <= now), None)
+        return None if at is None else self._waiting.pop(at)
+
+    def _take_waiting(self, request: str | None = None) -> list[Running]:
+        """Those that wait, or only those of a request."""
+        taken = [each for each in self._waiting if request in (None, each.job.request)]
+        self._waiting = [each for each in self._waiting if each not in taken]
+        return taken
 
     def _go_on(self, running: Running) -> None:
         """Load what is there; the boundary that keeps errors from the engine."""
         try:
             while running.done < len(running.job.hashes) and self._load_piece(running):
                 pass
+        except Unavailable as error:
+            # The others wait for the same node, and what it held is likely to be lost.
+            logger.warning("no blocks are waited for any more: %s", error)
+            self._end_all([running, *self._take_waiting()])
+            return
         except Exception:
             logger.exception("a load failed, its blocks are computed instead")
             self._counts.add(guarded_errors=1)
             self._end(running)
             return
-        left = len(running.job.hashes) - running.done
-        if left and self._clock() < running.began + running.job.wait:
+        now = self._clock()
+        if running.done < len(running.job.hashes) and now < running.end:
+            running.put_off(now)
             self._waiting.append(running)
         else:
             self._end(running)
@@ -166,6 +210,9 @@ class Loads:
         """Load the next blocks; returns whether all that were asked for were there."""
         first = running.done
         hashes = running.job.hashes[first : first + self._piece]
+        asked = len(hashes)
+        if running.job.wait and not (hashes := hashes[: self._committed(hashes)]):
+            return False
         with self._client.view(hashes, deadline=self._deadline) as views:
             found = views.prefix
             blocks = [view for view in views[:found] if view is not None]
@@ -175,15 +222,32 @@ class Loads:
             # Checked after the copy: a session that ended meanwhile no longer kept them in place.
             if not views.valid:
                 return False
-        running.done += found
-        return found == len(hashes)
+        if found:
+            running.done, running.moved = running.done + found, self._clock()
+            self._counts.add(loaded_blocks=found, loaded_bytes=found * self._block_bytes)
+        return found == asked
+
+    def _committed(self, hashes: Sequence[bytes]) -> int:
+        """How many of the next blocks are there already.
+
+        Looking with ``view`` would make each look one more miss in the node's counts.
+
+        Raises:
+            Unavailable: the node does not answer.
+        """
+        there = self._client.exists(hashes, deadline=self._deadline)
+        if there.failure is not None:
+            raise Unavailable(there.failure)
+        return there.prefix
+
+    def _end_all(self, ended: Sequence[Running]) -> None:
+        for each in ended:
+            self._end(each)
 
     def _end(self, running: Running) -> None:
         job, done = running.job, running.done
         self._counts.add(
             load_jobs=1,
-            loaded_blocks=done,
-            loaded_bytes=done * self._block_bytes,
             load_seconds=max(0.0, self._clock() - running.began),
             failed_load_blocks=len(job.hashes) - done,
         )

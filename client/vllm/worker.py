@@ -97,6 +97,11 @@ class WorkerSide:
                 self._progress.begin()
                 self._progress.loaded(job.request, job.blocks)
 
+    def cancel(self, requests: Sequence[str]) -> None:
+        """Have loads that wait for blocks end now."""
+        for request in requests:
+            self._loads.cancel(request)
+
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """Begin with saves of what the forward that was just asked for computes; each ends."""
         if not jobs:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from client.results import BUSY, FAILED, HELD, REFUSED, STORED, PutResult
+from client.results import BUSY, FAILED, HELD, REFUSED, STORED, GetResult, PutResult
 from client.vllm.counts import Counts
 from client.vllm.jobs import LoadJob, SaveJob
-from client.vllm.loads import Loads
+from client.vllm.loads import LONGEST_POLL, POLL, Loads, Running
 from client.vllm.progress import Finished, Progress
 from client.vllm.saves import Saves
 from kvstore.errors import ParentAbsent
@@ -54,19 +54,31 @@ class Store:
         blocks: what it holds.
         puts: what to do at each put to come, before what it does by itself.
         asked: the hashes of each call.
+        looks: how often it was asked what is there.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
         self.asked: list[tuple[bytes, ...]] = []
         self.puts: list[Callable[[], PutResult | None]] = []
+        self.looks = 0
+        self.missed = 0
         self.valid = True
+        self.gone = False
         self.fails: Exception | None = None
         self.called = threading.Condition()
 
     def has(self, *numbers: int) -> None:
         for number in numbers:
             self.blocks[name(number)] = bytes([number]) * SIZE
+
+    def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
+        with self.called:
+            self.looks += 1
+            self.called.notify_all()
+        if self.gone:
+            return GetResult(bytes(len(hashes)), "unavailable")
+        return GetResult(bytes(2 if each in self.blocks else 0 for each in hashes))
 
     @contextmanager
     def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> Iterator[Any]:
@@ -75,7 +87,9 @@ class Store:
             self.called.notify_all()
         if self.fails is not None:
             raise self.fails
-        yield Views([self.blocks.get(each) for each in hashes], self.valid)
+        shown = [self.blocks.get(each) for each in hashes]
+        self.missed += shown.count(None)
+        yield Views(shown, self.valid)
 
     def put(
         self,
@@ -165,9 +179,13 @@ class Bench:
         assert enough(finished), "nothing ended"
         return finished
 
-    def until_asked(self, times: int) -> None:
-        with self.store.called:
-            assert self.store.called.wait_for(lambda: len(self.store.asked) >= times, WAIT)
+    def looks(self, times: int) -> None:
+        """Lets time pass until the store was asked again so many times."""
+        for _ in range(times):
+            with self.store.called:
+                now = self.store.looks
+                self.clock.now += POLL
+                assert self.store.called.wait_for(lambda now=now: self.store.looks > now, WAIT)
 
 
 @pytest.fixture
@@ -231,20 +249,45 @@ def test_a_load_that_names_no_hash_fails_all_its_blocks(bench: Bench) -> None:
 
 def test_a_load_waits_for_blocks_and_takes_each_as_it_comes(bench: Bench) -> None:
     bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
-    bench.until_asked(2)
+    bench.looks(2)
     bench.store.has(1)
-    bench.until_asked(len(bench.store.asked) + 2)
-    assert bench.memory.blocks[7] == b"\1" * SIZE
+    bench.looks(2)
+    assert bench.memory.blocks == {7: b"\1" * SIZE}
+    assert bench.counts.take()["loaded_blocks"] == 1
     assert not bench.progress.take_loads().loaded
     bench.store.has(2)
+    bench.clock.now += POLL
     assert bench.until_loaded() == Finished(loaded={"r"})
-    assert bench.store.asked[-1] == names(2)
+    assert bench.store.asked == [names(1), names(2)]
+
+
+def test_looking_for_blocks_to_come_is_no_miss_of_the_store(bench: Bench) -> None:
+    bench.store.has(1)
+    bench.loads.submit(LoadJob("r", names(1, 2, 3), (7, 5, 6), wait=5.0))
+    bench.looks(5)
+    bench.clock.now = 5.0
+    assert bench.until_loaded().failed_blocks == {5, 6}
+    assert bench.store.missed == 0
+
+
+def test_the_longer_nothing_comes_the_rarer_it_is_looked_for() -> None:
+    bench = Bench()
+    load = Running(LoadJob("r", names(1), (7,), wait=5.0), None, began=0.0)
+    pauses = []
+    while load.due < load.end:
+        now = load.due
+        load.put_off(now)
+        pauses.append(load.due - now)
+    assert pauses[0] == POLL
+    assert max(pauses) == pytest.approx(LONGEST_POLL)
+    assert len(pauses) < 200
+    assert load.due == bench.clock.now + 5.0
 
 
 def test_a_load_waits_no_longer_than_its_time(bench: Bench) -> None:
     bench.store.has(1)
     bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
-    bench.until_asked(3)
+    bench.looks(3)
     bench.clock.now = 5.0
     assert bench.until_loaded() == Finished(loaded={"r"}, failed_blocks={5})
 
@@ -255,14 +298,41 @@ def test_a_load_that_waits_holds_up_no_other(bench: Bench) -> None:
     bench.loads.submit(LoadJob("goes", names(3), (5,)))
     assert bench.until_loaded().loaded == {"goes"}
     bench.store.has(1)
+    bench.clock.now += POLL
     assert bench.until_loaded().loaded == {"waits"}
+
+
+def test_nobody_waits_for_a_node_that_does_not_answer(bench: Bench) -> None:
+    bench.store.has(1)
+    for request in ("r", "s", "t"):
+        bench.loads.submit(LoadJob(request, names(1, 2), (7, 5), wait=5.0))
+    bench.looks(3)
+    bench.store.gone = True
+    looks = bench.store.looks
+    bench.clock.now += 1.0
+    ended: set[str] = set()
+    while len(ended) < 3:
+        ended |= bench.until_loaded().loaded
+    assert bench.store.looks == looks + 1
+
+
+def test_a_request_that_is_given_up_stops_waiting_and_no_other_does(bench: Bench) -> None:
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
+    bench.loads.submit(LoadJob("s", names(1, 2), (8, 6), wait=5.0))
+    bench.loads.cancel("r")
+    bench.loads.cancel("never heard of")
+    assert bench.until_loaded() == Finished(loaded={"r"}, failed_blocks={7, 5})
+    bench.store.has(1, 2)
+    bench.clock.now += POLL
+    assert bench.until_loaded() == Finished(loaded={"s"})
 
 
 def test_closing_fails_the_loads_that_wait() -> None:
     bench = Bench()
-    bench.loads.open()
     bench.loads.submit(LoadJob("r", names(1), (7,), wait=5.0))
-    bench.until_asked(1)
+    bench.loads.open()
+    with bench.store.called:
+        assert bench.store.called.wait_for(lambda: bench.store.looks > 0, WAIT)
     bench.loads.close()
     assert bench.progress.take_loads() == Finished(loaded={"r"}, failed_blocks={7})
 

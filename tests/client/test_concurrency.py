@@ -27,7 +27,9 @@ BLOCK = 4096
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonThread]:
-    with DaemonThread(make_config(tmp_path_factory.mktemp("concurrency"))) as running:
+    # Room for all that is put, so that a block that is missing is a block that was lost.
+    room = {"capacity": "256MiB", "segment": "4MiB"}
+    with DaemonThread(make_config(tmp_path_factory.mktemp("concurrency"), dram=room)) as running:
         yield running
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from client import forks, operations, putting
-from client.buffers import Buffers, PutBlocks
+from client import following, forks, operations
+from client.buffers import Buffers
 from client.endpoint import Settings
 from client.health import Health
 from client.layout import Layout
 from client.operations import Operation, Terms
 from client.prefix import AsyncPrefixes
 from client.registration import Registered, register
-from client.results import FAILED, ClientStats, GetResult, Match, PutResult
+from client.results import FAILED, Changes, ClientStats, GetResult, Match, PutResult
 from client.stream_wire import StreamWire
 from client.tally import NO_SESSION, Tally
 from client.views import BlockViews
@@ -118,7 +118,7 @@ class AsyncClient:
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: PutBlocks,
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -126,16 +126,25 @@ class AsyncClient:
         """As ``Client.put``."""
         operations.check_hashes(hashes)
         check_hash(parent)
-        filling = putting.filling_of(self.namespace, hashes, blocks)
+        operations.check_blocks(self.namespace, hashes, blocks)
         try:
             result = await self._run(
-                lambda terms: putting.put(terms, hashes, filling, parent), deadline
+                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
             )
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
-        filling.check()
         return result
+
+    async def follow(
+        self, after: int, *, limit: int = following.LIMIT, deadline: float | None = None
+    ) -> Changes:
+        """As ``Client.follow``."""
+        following.check(after, limit)
+        try:
+            return await self._run(lambda terms: following.follow(terms, after, limit), deadline)
+        except KVStoreError as error:
+            return Changes(after, True, failure=self._failed(error))
 
     async def register(self, buffer: object) -> Registered:
         """As ``Client.register``; the memory is pinned by a thread of the executor."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
-from client import forks, operations, putting
-from client.buffers import Buffers, PutBlocks
+from client import following, forks, operations
+from client.buffers import Buffers
 from client.endpoint import Settings
 from client.lane import Lane
 from client.layout import Layout
 from client.operations import Operation, Terms
 from client.prefix import Prefixes
 from client.registration import Registered, register
-from client.results import FAILED, ClientStats, GetResult, Match, PutResult
+from client.results import FAILED, Changes, ClientStats, GetResult, Match, PutResult
 from client.tally import NO_SESSION, Tally
 from client.views import BlockViews
 from client.wire import Wire
@@ -172,7 +172,7 @@ class Client:
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: PutBlocks,
+        blocks: Buffers,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -181,9 +181,7 @@ class Client:
 
         Args:
             hashes: a chain, each block the parent of the next.
-            blocks: the bytes of each: bytes-like, numpy or a torch tensor on the CPU; or a
-                ``BlockSource``, which is asked to write those that the node wants. The deadline
-                doesn't cut it short. What it raises is raised here; blocks stored by then stay.
+            blocks: the bytes of each: bytes-like, numpy or a torch tensor on the CPU.
             parent: the block before the first; left out where the first begins a prefix.
             deadline: seconds.
 
@@ -194,14 +192,43 @@ class Client:
         """
         operations.check_hashes(hashes)
         check_hash(parent)
-        filling = putting.filling_of(self.namespace, hashes, blocks)
+        operations.check_blocks(self.namespace, hashes, blocks)
         try:
-            result = self._run(lambda terms: putting.put(terms, hashes, filling, parent), deadline)
+            result = self._run(
+                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
+            )
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
-        filling.check()
         return result
+
+    # --- what the node gains and loses -----------------------------------------------------------
+
+    def follow(
+        self, after: int, *, limit: int = following.LIMIT, deadline: float | None = None
+    ) -> Changes:
+        """Say which blocks this shard of the node gained and lost since a position.
+
+        Call it with 0 to begin, then with the ``sequence`` of the last answer, again at once while
+        an answer brings changes. The node records from the first such call on, until the sessions
+        in which it was made have ended, and remembers the last 65,536 changes. Where a follower
+        has missed some, because it was away for longer or the node was started anew, the answer is
+        not ``complete``: then ask the node with ``exists`` for whatever was believed of it. To
+        begin is such a case, too.
+
+        Args:
+            after: the position.
+            limit: how many changes the answer may bring, up to 65,536.
+            deadline: seconds.
+
+        Raises:
+            InvalidRequest: ``after`` is no position, or ``limit`` is out of range.
+        """
+        following.check(after, limit)
+        try:
+            return self._run(lambda terms: following.follow(terms, after, limit), deadline)
+        except KVStoreError as error:
+            return Changes(after, True, failure=self._failed(error))
 
     # --- memory ----------------------------------------------------------------------------------
 

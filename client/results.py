@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.protocol.messages import ABSENT, DRAM, HBM, SSD
 
@@ -31,9 +32,10 @@ def leading_hits(codes: bytes) -> int:
     return len(codes) if first_miss < 0 else first_miss
 
 
-def _shown(counts: dict[str, int], failure: str | None) -> str:
+def _shown(counts: dict[str, int], failure: str | None, *known: str) -> str:
     """What a result looks like at a prompt: how many blocks of each kind, and why no more."""
-    parts = [f"{name}={count}" for name, count in counts.items() if count or name == "blocks"]
+    shown = [f"{name}={count}" for name, count in counts.items() if count or name == "blocks"]
+    parts = [*known, *shown]
     return ", ".join(parts if failure is None else [*parts, f"failure={failure!r}"])
 
 
@@ -148,6 +150,43 @@ class PutResult:
     def outcomes(self) -> list[str]:
         """The outcome of each block by its name."""
         return [_OUTCOMES[code] for code in self.codes]
+
+
+class Change(NamedTuple):
+    """One block that a shard gained or lost.
+
+    Attributes:
+        hash: its prefix hash.
+        stored: whether it can be found from then on; else it is held no longer, in no tier.
+    """
+
+    hash: bytes
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a shard gained and lost since a position.
+
+    Attributes:
+        sequence: the position to ask from next; the one asked about where ``failure`` is set.
+        complete: whether nothing is missing between the position asked about and ``sequence``. If
+            it is false there are no changes, and what was believed of the node is void: ask it
+            anew (``exists``) before following on from ``sequence``.
+        changes: in the order in which they happened; where there are any, there may be more.
+        failure: why nothing is known, as the code of an error; ``None`` where the node answered.
+    """
+
+    sequence: int
+    complete: bool
+    changes: Sequence[Change] = ()
+    failure: str | None = None
+
+    def __repr__(self) -> str:
+        stored = sum(change.stored for change in self.changes)
+        counts = {"stored": stored, "removed": len(self.changes) - stored}
+        known = f"sequence={self.sequence}, complete={self.complete}"
+        return f"Changes({_shown(counts, self.failure, known)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from client.connect import aconnect, connect
     from client.layout import HeadMajorLayout
     from client.prefix import AsyncPrefixes, Prefixes
-    from client.results import ClientStats, GetResult, Match, PutResult
+    from client.results import Change, Changes, ClientStats, GetResult, Match, PutResult
     from client.transformers import PrefixCache, layout_of
     from kvstore.errors import KVStoreError
     from kvstore.identity import ROOT_PARENT, ExtraKey, ExtraKind, Namespace, prefix_hashes
@@ -27,6 +27,8 @@ __all__ = [
     "ROOT_PARENT",
     "AsyncClient",
     "AsyncPrefixes",
+    "Change",
+    "Changes",
     "Client",
     "ClientStats",
     "ExtraKey",
@@ -48,6 +50,8 @@ __all__ = [
 _HOMES: Final = {
     "AsyncClient": "client.aio",
     "AsyncPrefixes": "client.prefix",
+    "Change": "client.results",
+    "Changes": "client.results",
     "Client": "client.blocking",
     "ClientStats": "client.results",
     "ExtraKey": "kvstore.identity",

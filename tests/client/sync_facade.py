@@ -39,6 +39,9 @@ class AsyncFacade:
     def put(self, *args: Any, **options: Any) -> Any:
         return self.run(self.inner.put(*args, **options))
 
+    def follow(self, *args: Any, **options: Any) -> Any:
+        return self.run(self.inner.follow(*args, **options))
+
     @contextmanager
     def view(self, *args: Any, **options: Any) -> Iterator[Any]:
         context = self.inner.view(*args, **options)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from client import following, forks, operations
-from client.buffers import Buffers
+from client import following, forks, operations, putting
+from client.buffers import Buffers, PutBlocks
 from client.endpoint import Settings
 from client.health import Health
 from client.layout import Layout
@@ -118,7 +118,7 @@ class AsyncClient:
     async def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -126,14 +126,15 @@ class AsyncClient:
         """As ``Client.put``."""
         operations.check_hashes(hashes)
         check_hash(parent)
-        operations.check_blocks(self.namespace, hashes, blocks)
+        filling = putting.filling_of(self.namespace, hashes, blocks)
         try:
             result = await self._run(
-                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
+                lambda terms: putting.put(terms, hashes, filling, parent), deadline
             )
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
+        filling.check()
         return result
 
     async def follow(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
-from client import following, forks, operations
-from client.buffers import Buffers
+from client import following, forks, operations, putting
+from client.buffers import Buffers, PutBlocks
 from client.endpoint import Settings
 from client.lane import Lane
 from client.layout import Layout
@@ -172,7 +172,7 @@ class Client:
     def put(
         self,
         hashes: Sequence[bytes],
-        blocks: Buffers,
+        blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
         deadline: float | None = None,
@@ -181,7 +181,9 @@ class Client:
 
         Args:
             hashes: a chain, each block the parent of the next.
-            blocks: the bytes of each: bytes-like, numpy or a torch tensor on the CPU.
+            blocks: the bytes of each: bytes-like, numpy or a torch tensor on the CPU; or a
+                ``BlockSource``, which is asked to write those that the node wants. The deadline
+                doesn't cut it short. What it raises is raised here; blocks stored by then stay.
             parent: the block before the first; left out where the first begins a prefix.
             deadline: seconds.
 
@@ -192,14 +194,13 @@ class Client:
         """
         operations.check_hashes(hashes)
         check_hash(parent)
-        operations.check_blocks(self.namespace, hashes, blocks)
+        filling = putting.filling_of(self.namespace, hashes, blocks)
         try:
-            result = self._run(
-                lambda terms: operations.put(terms, hashes, blocks, parent), deadline
-            )
+            result = self._run(lambda terms: putting.put(terms, hashes, filling, parent), deadline)
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)
+        filling.check()
         return result
 
     # --- what the node gains and loses -----------------------------------------------------------

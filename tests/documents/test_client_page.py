@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs/client.md"
 def test_examples_of_the_page_hold_together(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     bodies = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(bodies) == 8
+    assert len(bodies) == 9
     with DaemonThread(make_config(tmp_path)) as daemon:
         names: dict[str, Any] = {"url": daemon.url}
         for body in bodies:

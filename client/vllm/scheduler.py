@@ -217,12 +217,16 @@ class SchedulerSide:
         """Never use again what has been stored so far, as the model's weights have changed.
 
         What is stored from now on is for this engine alone, until it is started again: nobody can
-        say which other engines have the same weights.
+        say which other engines have the same weights. Requests that hold blocks by then, computed
+        or being loaded, go on without the store: what they add depends on those.
         """
         self._generation = (ExtraKey.cache_salt(f"reset {uuid4()}"),)
         for watched in list(self._watched.values()):
-            self._plan.forget(watched.request.request_id)
-            self.begin(watched.request)
+            request = watched.request
+            self._plan.forget(request.request_id)
+            del self._watched[request.request_id]
+            if not request.num_computed_tokens:
+                self.begin(request)
 
     def lookup(self, request_id: str, computed: int) -> int | None:
         """How many tokens of a request can come from the store.

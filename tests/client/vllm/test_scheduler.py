@@ -513,3 +513,22 @@ def test_after_a_change_of_weights_nothing_old_is_used() -> None:
     assert bench.side.lookup("later", 0) == 0
     (job,) = bench.computes(later, 20).saves
     assert not set(job.hashes) & set(request.names())
+
+
+def test_what_was_begun_with_the_weights_before_is_not_stored() -> None:
+    bench = Bench()
+    computing, loading = bench.begin(name="computing"), bench.begin(name="loading")
+    bench.computes(computing, 8)
+    bench.holds(loading.names()[:3])
+    assert bench.side.lookup("loading", 0) == 12
+    bench.side.allocated("loading", [10, 11, 12], 12)
+    loading.num_computed_tokens = 12
+    bench.side.begin_anew()
+    bench.side.update(Finished(loaded={"loading"}), {})
+    assert bench.computes(computing, 12).saves == []
+    assert bench.computes(loading, 8).saves == []
+    for request in (computing, loading):
+        request.num_computed_tokens = 0
+        assert bench.side.lookup(request.request_id, 0) == 0
+        bench.side.finished(request, range(10, 20))
+    assert bench.side.take_step().saves == []

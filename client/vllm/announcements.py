@@ -39,6 +39,16 @@ class Announcements:
         self._sources = sources
         self._events: list[Event] = []
 
+    def known(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain stand announced, and need not be put into words again.
+
+        Args:
+            hashes: a chain.
+        """
+        self._hear()
+        fresh = (number for number, block in enumerate(hashes) if block not in self._ledger)
+        return next(fresh, len(hashes))
+
     def announce(self, blocks: Sequence[Announced]) -> None:
         """Announce blocks that all shards hold now.
 

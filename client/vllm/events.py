@@ -91,6 +91,9 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._known
+
     def announce(self, blocks: Iterable[Announced]) -> list[Event]:
         """Take note that the store holds blocks.
 

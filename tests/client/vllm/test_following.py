@@ -413,6 +413,20 @@ def test_a_block_that_was_gone_before_its_announcement_is_taken_back() -> None:
     assert router.held == set()
 
 
+def test_only_what_stands_announced_is_known() -> None:
+    shard = Shard()
+    one = followed(shard)
+    announcements = Announcements(Ledger(), [one])
+    chain = [name(number) for number in (1, 2, 3)]
+    assert announcements.known(chain) == 0
+    announcements.announce([announced(1), announced(2), announced(3)])
+    assert announcements.known(chain) == 3
+    shard.remove(name(2))
+    shard.store(name(1), name(3))
+    one.poll()
+    assert announcements.known(chain) == 1
+
+
 def test_what_was_announced_is_asked_about_once() -> None:
     shard = Shard()
     one = followed(shard)

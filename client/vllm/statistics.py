@@ -55,9 +55,9 @@ class KVStoreStats(KVConnectorStats):
             "lookups": count["lookups"],
             "hit share": _ratio(count["matched_tokens"], count["asked_tokens"]),
             "loaded blocks": count["loaded_blocks"],
-            "GB/s of a load": _ratio(count["loaded_bytes"] / 1e9, count["load_seconds"]),
+            "GB/s of a load": _speed(count["loaded_bytes"], count["load_seconds"]),
             "stored blocks": count["stored_blocks"],
-            "GB/s of a save": _ratio(count["saved_bytes"] / 1e9, count["save_seconds"]),
+            "GB/s of a save": _speed(count["saved_bytes"], count["save_seconds"]),
         }
         trouble = {
             "lookups without answer": count["lookup_timeouts"],
@@ -112,6 +112,11 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _speed(nbytes: float, seconds: float) -> float | None:
+    """In GB/s; where nothing went through there is none, however long that took."""
+    return _ratio(nbytes / 1e9, seconds) if nbytes else None
 
 
 def _short(number: float) -> float:

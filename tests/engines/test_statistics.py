@@ -82,6 +82,8 @@ def test_the_log_says_what_went_wrong() -> None:
         failed_save_blocks=4,
         skipped_save_blocks=5,
         guarded_errors=6,
+        load_seconds=0.5,
+        save_seconds=0.5,
     ).reduce()
     assert summary == {
         "lookups": 0,

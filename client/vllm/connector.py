@@ -24,15 +24,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from client.connect import prepare
 from client.paged import PagedMemory
 from client.vllm.counts import Counts
 from client.vllm.jobs import LoadJob, SaveJob
-from client.vllm.link import Link
 from client.vllm.logs import join_log
 from client.vllm.namespace import make_namespace
 from client.vllm.progress import Finished
-from client.vllm.scheduler import Node, SchedulerSide
+from client.vllm.publishing import locality_of
+from client.vllm.routers import Routers
+from client.vllm.scheduler import SchedulerSide
+from client.vllm.sessions import client_of, node_of, shard_clients
 from client.vllm.settings import Settings
 from client.vllm.statistics import KVStorePromMetrics, KVStoreStats
 from client.vllm.support import check_supported
@@ -147,6 +148,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self.counts = Counts()
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None
+        self._routers: Routers | None = None
         self._worker: WorkerSide | None = None
         self._handshake: Handshake | None = None
         self._failed_blocks: set[int] = set()
@@ -177,14 +179,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             settings=self.settings,
         )
         rank = get_tensor_model_parallel_rank()
-        client = prepare(
-            self.settings.url,
-            namespace,
-            shard=rank // replicas,
-            transport=self.settings.transport,
-            deadline=self.settings.connect_deadline,
-            token=self.settings.reveal_token(),
-        )
+        client = client_of(self.settings, namespace, rank // replicas)
         self._handshake = Handshake(namespace.describe())
         saver = rank % replicas == 0
         self._worker = WorkerSide(self.settings, client, memory, saver=saver, counts=self.counts)
@@ -258,31 +253,36 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> None:
         """Connect to the namespaces of the workers."""
         told = [each for each in metadata.values() if isinstance(each, Handshake)]
-        namespaces = dict.fromkeys(Namespace.parse(each.namespace) for each in told)
+        namespaces = list(dict.fromkeys(Namespace.parse(each.namespace) for each in told))
         transfer = self._kv_transfer_config
+        self._routers = self._open_routers(namespaces)
         self._scheduler = SchedulerSide(
             self.settings,
-            block_tokens=next(iter(namespaces)).block_tokens,
-            nodes=[self._node(namespace) for namespace in namespaces],
+            block_tokens=namespaces[0].block_tokens,
+            nodes=[node_of(self.settings, namespace) for namespace in namespaces],
             workers=len(told),
             loads=transfer.is_kv_consumer and self.settings.load,
             saves=transfer.is_kv_producer,
             counts=self.counts,
+            listener=self._routers,
         )
         if self._kv_cache_manager is not None:
             self._scheduler.bind(self._kv_cache_manager.block_pool)
 
-    def _node(self, namespace: Namespace) -> Node:
-        client = prepare(
-            self.settings.url,
-            namespace,
-            transport=self.settings.transport,
-            deadline=self.settings.connect_deadline,
-            token=self.settings.reveal_token(),
+    def _open_routers(self, namespaces: list[Namespace]) -> Routers | None:
+        events = self._config.kv_events_config
+        if events is None or not events.enable_kv_cache_events or self._kv_cache_manager is None:
+            return None
+        routers = Routers(
+            shard_clients(self.settings, namespaces),
+            pool=self._kv_cache_manager.block_pool,
+            spec=self._kv_cache_config.kv_cache_groups[0].kv_cache_spec,
+            block_tokens=namespaces[0].block_tokens,
+            locality=locality_of(self.settings.url),
+            counts=self.counts,
         )
-        link = Link(client, f"the node at {self.settings.url}")
-        link.open(self.settings.connect_deadline)
-        return Node(client, link)
+        routers.open()
+        return routers
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the engine's blocks, which saves pin."""
@@ -379,6 +379,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Use nothing stored so far: the model's weights may have changed."""
         if self._scheduler is not None:
             self._scheduler.begin_anew()
+        if self._routers is not None:
+            self._routers.clear()
         return True
 
     # --- both ------------------------------------------------------------------------------------
@@ -404,13 +406,16 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Our metrics on vLLM's own page."""
         return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @guarded(tuple)
     def take_events(self) -> Iterable[Any]:
-        """KV events for routers."""
-        return ()
+        """What the store gained and lost, for routers."""
+        return () if self._routers is None else self._routers.take()
 
     @guarded(_nothing)
     def shutdown(self) -> None:
         """Finish the saves and end the sessions."""
+        if self._routers is not None:
+            self._routers.close()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:

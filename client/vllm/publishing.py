@@ -30,9 +30,9 @@ _GROUP: Final = 0
 """Of the engine's KV cache groups: the connector takes engines that have one only."""
 
 
-def locality_of(transport: str) -> str:
-    """Whether a node is on the engine's host, by how payload moves: only ``shm`` says so."""
-    return LOCAL if transport == "shm" else REMOTE
+def locality_of(url: str) -> str:
+    """Whether a node is on the engine's host: of the two kinds of address only ``unix`` says so."""
+    return LOCAL if url.startswith("unix:") else REMOTE
 
 
 def announced(

@@ -123,10 +123,6 @@ def test_what_is_gone_has_the_names_under_which_it_came() -> None:
         assert getattr(removed, fact) == getattr(stored, fact)
 
 
-def test_only_shared_memory_is_on_this_host_for_certain() -> None:
-    assert [locality_of(transport) for transport in ("shm", "tcp", "rdma", "")] == [
-        "LOCAL",
-        "REMOTE",
-        "REMOTE",
-        "REMOTE",
-    ]
+def test_only_a_unix_socket_is_on_this_host_for_certain() -> None:
+    assert locality_of("unix:///run/kvstore.sock") == "LOCAL"
+    assert locality_of("tcp://127.0.0.1:9400") == "REMOTE"

@@ -1,0 +1,51 @@
+"""The clients that the connector makes: one for each namespace and shard that it has to do with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from client.blocking import Client
+from client.connect import prepare
+from client.vllm.link import Link
+from client.vllm.scheduler import Node
+from client.vllm.settings import Settings
+from kvstore.identity import Namespace
+
+
+def client_of(settings: Settings, namespace: Namespace, shard: int = 0) -> Client:
+    """A client that opens its session later.
+
+    Args:
+        settings: of the connector.
+        namespace: of the blocks.
+        shard: which part of each block.
+
+    Raises:
+        ConfigError: the transport can't be had at that address.
+        InvalidRequest: the namespace has no such shard.
+    """
+    return prepare(
+        settings.url,
+        namespace,
+        shard=shard,
+        transport=settings.transport,
+        deadline=settings.connect_deadline,
+        token=settings.reveal_token(),
+    )
+
+
+def node_of(settings: Settings, namespace: Namespace) -> Node:
+    """A session for lookups, which speak of all shards; waits a moment for it to be opened."""
+    client = client_of(settings, namespace)
+    link = Link(client, f"the node at {settings.url}")
+    link.open(settings.connect_deadline)
+    return Node(client, link)
+
+
+def shard_clients(settings: Settings, namespaces: Sequence[Namespace]) -> list[Client]:
+    """A client for every shard of some namespaces."""
+    return [
+        client_of(settings, namespace, shard)
+        for namespace in namespaces
+        for shard in range(namespace.shards)
+    ]

@@ -144,7 +144,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         join_log("vllm")
         transfer = vllm_config.kv_transfer_config
-        self.settings = Settings.read(transfer.kv_connector_extra_config or {}, os.environ)
+        self.settings = Settings.read(
+            transfer.kv_connector_extra_config or {},
+            os.environ,
+            only_saves=not transfer.is_kv_consumer,
+        )
         self.counts = Counts()
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None

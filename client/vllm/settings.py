@@ -119,7 +119,8 @@ class Settings(BaseModel):
     min_load_tokens: int = Field(default=0, ge=0)
     """Prefixes that bring fewer tokens than this are recomputed instead."""
     pinned_share: Share = 0.25
-    """Share of the engine's blocks that saves may pin at once."""
+    """Share of the engine's blocks that saves may pin at once; all of them where the engine only
+    prefills for others: what it does not save of a prompt, a decode engine waits for in vain."""
 
     @field_validator("transport")
     @classmethod
@@ -144,13 +145,16 @@ class Settings(BaseModel):
         return self.token.get_secret_value() if self.token is not None else None
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    def read(
+        cls, extra: Mapping[str, Any], environ: Mapping[str, str], *, only_saves: bool = False
+    ) -> Settings:
         """The settings in force.
 
         Args:
             extra: ``kv_connector_extra_config``.
             environ: the environment; what ``extra`` names too is not read from it, nor are empty
                 variables.
+            only_saves: whether the engine's role is to prefill for others.
 
         Raises:
             ConfigError: naming every option that is unknown or has an impossible value, what was
@@ -164,6 +168,8 @@ class Settings(BaseModel):
             if name not in values and environ.get(variable):
                 values[name], sources[name] = environ[variable], variable
         _take_token(values, sources)
+        if only_saves:
+            values.setdefault("pinned_share", 1.0)
         if "url" not in values:
             values["url"] = f"unix://{default_state_directory(environ) / 'kvstore.sock'}"
         try:

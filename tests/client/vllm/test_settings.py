@@ -82,6 +82,13 @@ def test_shares(given, share):
     assert Settings.read({"pinned_share": given}, {}).pinned_share == share
 
 
+def test_an_engine_that_only_saves_may_pin_all_its_blocks() -> None:
+    assert Settings.read({}, {}, only_saves=True).pinned_share == 1.0
+    assert Settings.read({"pinned_share": 0.5}, {}, only_saves=True).pinned_share == 0.5
+    environ = {"KVSTORE_PINNED_SHARE": "50%"}
+    assert Settings.read({}, environ, only_saves=True).pinned_share == 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "given"),
     [

@@ -49,7 +49,7 @@ _ALIKE: Final = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 _VOLATILE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 """Parts of a Hugging Face configuration that say where it came from, not what it is."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_DIGEST_DIGITS: Final = 32
+_DIGEST_DIGITS: Final = 16
 
 
 class PagedLayout(Protocol):
@@ -79,7 +79,8 @@ class ModelIdentity(NamedTuple):
         model: a name for people: that of the hub, or the architecture of a local model, whose
             directory's name may not matter.
         revision: the commit on the hub, or a digest of the local files.
-        salt: digest of what else changes KV bytes: types, quantization, overrides, positions.
+        salt: digests, by name, of what else changes KV bytes: types, quantization, overrides,
+            positions.
     """
 
     model: str
@@ -117,8 +118,12 @@ def make_namespace(
         ConfigError: it can't be told which weights the engine runs.
     """
     model, revision, salt = model_identity(vllm_config, settings, environ)
-    facts = [salt, _attention(vllm_config), _flag(environ, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")]
-    digest = _digest([*facts, engine, stage, stages])
+    shuffled = _flag(environ, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
+    parts = [salt, f"backend {_digest([_attention(vllm_config), shuffled])}"]
+    if stages > 1:
+        parts.insert(0, f"stage {stage + 1} of {stages}")
+    if engine:
+        parts.append(f"engine {_digest(engine)}")
     return Namespace(
         model=model,
         revision=revision,
@@ -128,7 +133,7 @@ def make_namespace(
         block_bytes=layout.block_bytes,
         tp_size=tp_size,
         tenant=settings.tenant,
-        salt=digest if stages == 1 else f"stage {stage + 1} of {stages}, {digest}",
+        salt=", ".join(parts),
     )
 
 
@@ -141,7 +146,9 @@ def model_identity(
         ConfigError: it can't be told which weights the engine runs, and the settings name none.
     """
     config = vllm_config.model_config
-    salt = _digest(_facts(vllm_config))
+    facts = _facts(vllm_config)
+    # Apart, so that those who compare two namespaces see in what they differ.
+    salt = ", ".join(f"{name} {_digest(fact)}" for name, fact in facts.items() if fact)
     name, revision = _weights(vllm_config, environ)
     if not revision and not settings.model:
         raise ConfigError(
@@ -199,31 +206,31 @@ def _architecture(config: Any) -> str:
 
 
 def _facts(vllm_config: Any) -> dict[str, object]:
-    """What besides the weights changes the KV bytes of every layer."""
+    """What besides the weights changes the KV bytes of every layer; empty what is not set."""
     config, cache = vllm_config.model_config, vllm_config.cache_config
     load, lora = vllm_config.load_config.load_format, getattr(vllm_config, "lora_config", None)
     lora_dtype = getattr(lora, "lora_dtype", None)
     return {
+        "config": config.hf_config,
         "model": _some(config, _MODEL_FACTS),
+        "quantization": _some(config, _QUANTIZATION_FACTS),
         "cache": _some(cache, _CACHE_FACTS),
         "attention": _some(getattr(vllm_config, "attention_config", None), _ATTENTION_FACTS),
         "multimodal": _some(getattr(config, "multimodal_config", None), _MULTIMODAL_FACTS),
-        "load_format": "" if load in _ALIKE else load,
-        "lora_dtype": None if lora_dtype in ("auto", config.dtype) else lora_dtype,
+        "loader": "" if load in _ALIKE else load,
+        "lora": None if lora_dtype in ("auto", config.dtype) else lora_dtype,
     }
 
 
 _MODEL_FACTS: Final = (
-    "hf_config",
     "dtype",
-    "quantization",
-    "quantization_config",
     "model_impl",
     "model_class_overrides",
     "disable_sliding_window",
     "code_revision",
 )
-"""The Hugging Face configuration is the one in force: overrides and rope scaling are in it."""
+"""The Hugging Face configuration apart: it is the one in force, with overrides and rope scaling."""
+_QUANTIZATION_FACTS: Final = ("quantization", "quantization_config")
 _CACHE_FACTS: Final = ("cache_dtype", "kv_cache_dtype_skip_layers")
 _ATTENTION_FACTS: Final = ("indexer_kv_dtype", "use_non_causal")
 _MULTIMODAL_FACTS: Final = (
@@ -238,7 +245,9 @@ _MULTIMODAL_FACTS: Final = (
 
 
 def _some(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(config, name, None) for name in names}
+    """Those that are set."""
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _attention(vllm_config: Any) -> dict[str, object]:

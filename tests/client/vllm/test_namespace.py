@@ -284,6 +284,24 @@ def test_what_the_caller_gives(model):
     assert namespace(engine(model), environ=shuffled).difference(base) == ["salt"]
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("config", {"model_config__hf_config": HfConfig(rope_theta=500000.0)}),
+        ("model", {"model_config__disable_sliding_window": True}),
+        ("quantization", {"model_config__quantization": "fp8"}),
+        ("cache", {"cache_config__cache_dtype": "fp8"}),
+        ("loader", {"load_config__load_format": "pt"}),
+        ("backend", {"compilation_config__static_forward_context": {"a": Layer("FLASH_ATTN")}}),
+    ],
+)
+def test_the_salt_shows_in_what_engines_differ(model, part, change):
+    own, other = (
+        set(namespace(each).salt.split(", ")) for each in (engine(model), engine(model, **change))
+    )
+    assert {each.split()[0] for each in own ^ other} == {part}
+
+
 def test_pipeline_stages_are_apart_and_readable(model):
     first, second = (namespace(engine(model), stage=stage, stages=2) for stage in (0, 1))
     assert first.difference(second) == ["salt"]

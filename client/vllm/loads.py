@@ -203,8 +203,12 @@ class Loads:
         if running.done < len(running.job.hashes) and now < running.end:
             running.put_off(now)
             self._waiting.append(running)
-        else:
-            self._end(running)
+            return
+        if running.job.wait and not running.done:
+            # Perhaps the engines differ in something that their namespaces name.
+            waited = now - running.began
+            logger.warning("waited %.1f s for blocks of a request, and none came", waited)
+        self._end(running)
 
     def _load_piece(self, running: Running) -> bool:
         """Load the next blocks; returns whether all that were asked for were there."""

@@ -292,6 +292,22 @@ def test_a_load_waits_no_longer_than_its_time(bench: Bench) -> None:
     assert bench.until_loaded() == Finished(loaded={"r"}, failed_blocks={5})
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_wait_in_vain_is_told_of(
+    bench: Bench, caplog: pytest.LogCaptureFixture, comes: bool
+) -> None:
+    if comes:
+        bench.store.has(1)
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
+    bench.looks(1)
+    bench.clock.now = 5.0
+    bench.until_loaded()
+    bench.loads.submit(LoadJob("s", names(3), (7,)))
+    bench.until_loaded()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if comes else ["waited 5.0 s for blocks of a request, and none came"])
+
+
 def test_a_load_that_waits_holds_up_no_other(bench: Bench) -> None:
     bench.store.has(3)
     bench.loads.submit(LoadJob("waits", names(1), (7,), wait=5.0))

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.engines import node
 from tests.engines.asking import Answer, Ask
 from tests.engines.models import make_llama
 from tests.engines.process import EngineProcess, engine
-from tests.running import DaemonProcess, daemon_process, make_config
+from tests.running import DaemonProcess, daemon_process
 
 StartEngine: TypeAlias = Callable[..., EngineProcess]
 Reference: TypeAlias = Callable[[list[Ask]], list[Answer]]
@@ -97,16 +98,12 @@ def _key(ask: Ask) -> str:
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A daemon of the test's own."""
-    with daemon_process(_config(tmp_path)) as process:
+    with daemon_process(node.config(tmp_path)) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon for the module."""
-    with daemon_process(_config(tmp_path_factory.mktemp("daemon"))) as process:
+    with daemon_process(node.config(tmp_path_factory.mktemp("daemon"))) as process:
         yield process
-
-
-def _config(directory: Path) -> Any:
-    return make_config(directory, dram={"capacity": "128MiB", "segment": "32MiB"})

@@ -1,7 +1,7 @@
 """The namespace of a vLLM engine: all that makes its KV bytes its own.
 
-Left out is what changes no bytes of a block: the longest sequence, memory and scheduling, host
-names and paths. Engines that differ only there share their blocks.
+Left out is what changes no bytes of a block: the longest sequence (but for LongRoPE), memory and
+scheduling, host names and paths. Engines that differ only there share their blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -212,6 +212,7 @@ def _facts(vllm_config: Any) -> dict[str, object]:
     lora_dtype = getattr(lora, "lora_dtype", None)
     return {
         "config": config.hf_config,
+        "positions": _long_rope(config),
         "model": _some(config, _MODEL_FACTS),
         "quantization": _some(config, _QUANTIZATION_FACTS),
         "cache": _some(cache, _CACHE_FACTS),
@@ -222,6 +223,31 @@ def _facts(vllm_config: Any) -> dict[str, object]:
     }
 
 
+def _long_rope(config: Any) -> list[tuple[int, bool]]:
+    """Which factors LongRoPE scales all positions by: vLLM takes the longest sequence's.
+
+    It is the one way in which the longest sequence that an engine allows changes its KV.
+    """
+    parts = list(_mappings(_canonical(config.hf_config)))
+    if not any(part.get(key) in _LONG_ROPE for part in parts for key in ("rope_type", "type")):
+        return []
+    lengths = {part[_ORIGINAL] for part in parts if isinstance(part.get(_ORIGINAL), int)}
+    longest = config.max_model_len
+    return [(length, longest > length) for length in sorted(lengths)] or [(longest, True)]
+
+
+def _mappings(value: object) -> Iterator[dict[str, Any]]:
+    """All mappings within canonical JSON."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from _mappings(each)
+
+
+_LONG_ROPE: Final = ("longrope", "su")
+"""The scaling's name, now and before."""
+_ORIGINAL: Final = "original_max_position_embeddings"
 _MODEL_FACTS: Final = (
     "dtype",
     "model_impl",

@@ -22,6 +22,9 @@ from kvstore.identity import Namespace
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+_ORIGINAL = "original_max_position_embeddings"
+
+
 class HfConfig:
     """As much of a PretrainedConfig as is looked at."""
 
@@ -265,6 +268,36 @@ def test_what_changes_the_bytes_keeps_apart(model, change):
 )
 def test_what_does_not_change_them_shares(model, change):
     assert namespace(engine(model, **change)) == namespace(engine(model))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        HfConfig(rope_parameters={"rope_type": "longrope", _ORIGINAL: 4096}),
+        HfConfig(rope_scaling={"type": "su"}, original_max_position_embeddings=4096),
+        HfConfig(text_config={"rope_parameters": {"full": {"type": "longrope", _ORIGINAL: 4096}}}),
+    ],
+)
+def test_long_rope_goes_by_the_longest_sequence(model, found):
+    """vLLM takes the long factors for all sequences where one of them could need these."""
+    base, shorter, longer = (
+        namespace(engine(model, model_config__hf_config=found, model_config__max_model_len=longest))
+        for longest in (4096, 1000, 4097)
+    )
+    assert shorter == base
+    assert longer.difference(base) == ["salt"]
+    assert longer == namespace(
+        engine(model, model_config__hf_config=found, model_config__max_model_len=100_000)
+    )
+
+
+def test_long_rope_of_an_unknown_length(model):
+    found = HfConfig(rope_scaling={"rope_type": "longrope"})
+    one, other = (
+        namespace(engine(model, model_config__hf_config=found, model_config__max_model_len=longest))
+        for longest in (4096, 4097)
+    )
+    assert one.difference(other) == ["salt"]
 
 
 def test_what_the_caller_gives(model):

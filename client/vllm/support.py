@@ -102,6 +102,16 @@ def _cached(vllm_config: Any, groups: Sequence[Any]) -> Iterator[str]:
             "attention that looks ahead (non_causal) is not supported, because the KV of a block "
             f"then depends on what comes after it; {_WITHOUT}"
         )
+    if any(_has_scales(spec) for spec in specs):
+        yield (
+            "KV with scales by token and head (--kv-cache-dtype ..._per_token_head) is not "
+            "supported, because vLLM overwrites the scales of blocks that are loaded before its "
+            "first forward; use --kv-cache-dtype fp8 or auto"
+        )
+
+
+def _has_scales(spec: Any) -> bool:
+    return bool(getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False))
 
 
 def _specs(spec: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -142,6 +144,23 @@ def test_engines_that_do_not(llama: Path, other_llama: Path) -> None:
     assert len(set(found)) == len(found)
 
 
+def test_long_rope_goes_by_the_longest_sequence(llama: Path) -> None:
+    scaled = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 32,
+        "long_factor": [4.0] * 32,
+        "original_max_position_embeddings": 128,
+    }
+    short, shorter, long, longer = (
+        identity(llama, hf_overrides={"rope_parameters": scaled}, max_model_len=longest)
+        for longest in (128, 64, 129, 256)
+    )
+    assert short == shorter
+    assert long == longer
+    assert short != long
+
+
 def _other_theta(config: Any) -> Any:
     config.rope_parameters = {"rope_type": "default", "rope_theta": 7e5}
     return config
@@ -161,7 +180,9 @@ def test_kinds_of_caches(llama: Path) -> None:
     check_supported(
         config, _caches(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": latent}))
     )
+    check_supported(config, _caches(replace(full, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
     sliding = SlidingWindowSpec(**shape, sliding_window=64)
-    for refused in (_caches(sliding), _caches(full, sliding), _caches()):
+    scaled = replace(full, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)
+    for refused in (_caches(sliding), _caches(full, sliding), _caches(), _caches(scaled)):
         with pytest.raises(ConfigError):
             check_supported(config, refused)

@@ -47,7 +47,11 @@ class LooksAhead(FullAttentionSpec):
     non_causal = True
 
 
-LooksAhead.__name__ = "FullAttentionSpec"
+class HasScales(FullAttentionSpec):
+    kv_quant_mode = SimpleNamespace(is_per_token_head=True)
+
+
+LooksAhead.__name__ = HasScales.__name__ = "FullAttentionSpec"
 
 
 class UniformTypeKVCacheSpecs:
@@ -156,6 +160,8 @@ def test_configurations_that_are_refused(config, expected):
         (caches(SinkFullAttentionSpec()), "of the kind SinkFullAttentionSpec"),
         (caches(LooksAhead()), "looks ahead"),
         (caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), LooksAhead())), "looks ahead"),
+        (caches(HasScales()), "_per_token_head.*use --kv-cache-dtype fp8"),
+        (caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), HasScales())), "_per_token_head"),
         (caches(MLAAttentionSpec(), HiSparseHotSpec()), "HiSparse"),
         (caches(MLAAttentionSpec(), host_resident=True), "HiSparse"),
     ],

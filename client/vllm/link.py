@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import KVStoreError
+from client.results import GetResult
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.identity import ROOT_PARENT
 
 logger = logging.getLogger("kvstore.client.vllm")
 
@@ -19,11 +22,14 @@ class Opens(Protocol):
     """What can be opened again and again, until it works."""
 
     def open(self) -> None:
-        """Open a session.
+        """Open a session, unless there is one.
 
         Raises:
             KVStoreError: why that can't be done now.
         """
+
+    def exists(self, hashes: Sequence[bytes]) -> GetResult:
+        """Ask the node for blocks."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -84,6 +90,7 @@ class Link:
         while not self._closing.is_set():
             try:
                 self._client.open()
+                self._ask()
             except KVStoreError as error:
                 if said != (said := str(error)):
                     logger.warning("%s can't be reached, nothing is reused: %s", self._name, error)
@@ -96,3 +103,12 @@ class Link:
                 self._tried.set()
             self._closing.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _ask(self) -> None:
+        """Have the node answer something: a session may be there although the node has stopped.
+
+        Raises:
+            Unavailable: it does not.
+        """
+        if (failure := self._client.exists([ROOT_PARENT]).failure) is not None:
+            raise Unavailable(f"the node does not answer ({failure})")

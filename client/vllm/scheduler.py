@@ -144,7 +144,9 @@ class Step:
 class SchedulerSide:
     """Decides for each request what comes from the store and what goes there.
 
-    No call waits for the store longer than the lookup deadline, nor do all calls of one step.
+    A lookup waits for each node no longer than the lookup deadline, and none begins in a step whose
+    lookups have taken that long together: so much, and one more lookup, is what the store can cost
+    a step.
 
     Args:
         settings: of the connector.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from client.results import GetResult
 from client.vllm.link import Link
 from kvstore.errors import Unavailable
 from tests.running import wait_for
@@ -20,6 +21,7 @@ class Node:
         self.there = True
         self.attempts = 0
         self.closed = False
+        self.answers = True
         self.opening = threading.Event()
         self.opening.set()
 
@@ -28,6 +30,9 @@ class Node:
         assert self.opening.wait(10)
         if not self.there:
             raise Unavailable("nobody is there")
+
+    def exists(self, hashes: Sequence[bytes]) -> GetResult:
+        return GetResult(bytes(len(hashes)), None if self.answers else "deadline_exceeded")
 
     def close(self) -> None:
         self.closed = True
@@ -83,6 +88,15 @@ def test_after_a_failure_it_is_opened_again(node: Node, link: Link) -> None:
     wait_for(lambda: node.attempts == 2)
     assert not link.up
     node.opening.set()
+    wait_for(lambda: link.up)
+
+
+def test_a_session_whose_node_has_stopped_is_not_up(node: Node, link: Link) -> None:
+    node.answers = False
+    link.open(wait=10)
+    wait_for(lambda: node.attempts >= 2)
+    assert not link.up
+    node.answers = True
     wait_for(lambda: link.up)
 
 

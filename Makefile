@@ -7,6 +7,7 @@
 #   make test-vllm   the tests on the real vLLM, in an environment of their own, .venv-vllm
 #   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
+#   make bench-vllm  the same of the connector in real vLLM engines, beside its peers
 #   make format proto                          rewrite files in place
 
 SHELL := /bin/bash
@@ -18,10 +19,10 @@ READY := $(VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-rdma clean
+.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-rdma bench-vllm clean
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,12s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
@@ -76,6 +77,11 @@ bench: $(READY)
 # The figures of one kind of emulated machine: only their ratios mean anything.
 bench-rdma: $(READY)
 	scripts/rdma-guest --timeout 900 --results benchmarks/results -- bash -c 'python -m benchmarks --only rdma --json "$$RDMA_GUEST_RESULTS/rdma.json" $(BENCH)'
+
+# Engines run in vLLM's environment; what measures them runs in ours. Twenty minutes.
+bench-vllm: $(READY) $(VLLM_READY)
+	@scripts/setup-vllm-peers $(VLLM_VENV)
+	$(PYTHON_) -m benchmarks.vllm --vllm $(VLLM_VENV) $(BENCH)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .guest

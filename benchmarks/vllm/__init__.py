@@ -1,0 +1,1 @@
+"""The connector inside a real vLLM engine on the CPU, held against recompute and its peers."""

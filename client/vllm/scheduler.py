@@ -263,25 +263,34 @@ class SchedulerSide:
             request_id: of the request.
             blocks: the engine's ids of its blocks.
             external: tokens that are to come from the store.
+
+        Raises:
+            KeyError: nothing is known of the request; what waits for the load is to be abandoned.
+            ValueError: its blocks don't fit the tokens, or can't be named; likewise.
         """
-        watched = self._watched.get(request_id)
-        if watched is None or not external:
+        if not external:
             return
+        watched = self._watched[request_id]
         first = watched.computed // self._block_tokens
         last = first + external // self._block_tokens
+        ours = blocks[first:last]
+        if len(ours) * self._block_tokens != external:
+            raise ValueError(f"{external} tokens are to come into {len(ours)} blocks")
         self._plan.held(request_id, last)
         wait = max(0.0, watched.until - self._clock())
-        load = self._plan.load(request_id, blocks[first:last], first, wait)
+        load = self._plan.load(request_id, ours, first, wait)
         watched.until = watched.asked = float("-inf")
         self._step.loads.append(load)
 
     def abandon(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Have the load that the engine waits for fail, whatever the plan says of the request.
+        """Have the load that the engine waits for fail; the request goes on without the store.
 
         Args:
             request_id: of the request.
             blocks: the engine's ids of its blocks; none of them counts as loaded.
         """
+        self._watched.pop(request_id, None)
+        self._plan.forget(request_id)
         self._step.loads.append(LoadJob(request_id, (), tuple(blocks)))
 
     def sources(self, request_id: str, external: int) -> dict[str, int]:

@@ -492,9 +492,23 @@ def test_routers_are_not_told_of_saves_that_failed() -> None:
 
 def test_an_abandoned_load_fails_all_blocks() -> None:
     bench = Bench()
-    bench.begin()
+    request = bench.begin()
+    bench.holds(request.names())
+    assert bench.side.lookup("r", 0) == 20
+    with pytest.raises(ValueError, match="20 tokens are to come into 2 blocks"):
+        bench.side.allocated("r", [10, 11], 20)
     bench.side.abandon("r", [10, 11])
     assert bench.side.take_step().loads == [LoadJob("r", (), (10, 11))]
+    bench.side.update(Finished(loaded={"r"}, failed_blocks={10, 11}), {})
+    # It would only be abandoned again.
+    assert bench.side.lookup("r", 0) == 0
+    assert bench.computes(request, 20).saves == []
+    bench.side.finished(request, range(10, 20))
+
+
+def test_an_admission_that_nothing_is_known_of_is_not_passed_over() -> None:
+    with pytest.raises(KeyError):
+        Bench().side.allocated("r", [10, 11], 8)
 
 
 def test_a_request_without_a_name_is_left_alone() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from client.buffers import BlockSource
-from client.results import BUSY, HELD, STORED, PutResult
+from client.results import BUSY, FAILED, HELD, STORED, GetResult, PutResult
 from client.vllm.counts import Counts
 from client.vllm.jobs import SaveJob
 from client.vllm.progress import Progress
@@ -21,6 +21,10 @@ logger = logging.getLogger("kvstore.client.vllm")
 
 BUSY_PAUSE: Final = 0.02
 """Seconds until a block that another engine was writing is looked at again."""
+
+PROBE: Final = 0.25
+"""Seconds that a node which has not answered gets to answer at all. The engine can't use the blocks
+of a save while it waits, nor those of the saves behind it."""
 
 
 class Memory(Protocol):
@@ -37,7 +41,10 @@ class Memory(Protocol):
 
 
 class PutClient(Protocol):
-    """The call of the blocking client that saves make."""
+    """The calls of the blocking client that saves make."""
+
+    def exists(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> GetResult:
+        """Say which blocks are held, each by itself."""
 
     def put(
         self,
@@ -118,6 +125,7 @@ class Saves:
         self._clock = clock
         self._asked: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         self._retries: list[Running] = []
+        self._answers = True  # whether the node answered when it was last asked
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-saves", daemon=True)
 
@@ -176,9 +184,16 @@ class Saves:
 
     def _put(self, running: Running) -> PutResult:
         job, done = running.job, running.done
+        if not self._answers:
+            there = self._client.exists(job.hashes[done : done + 1], deadline=PROBE)
+            if there.failure is not None:
+                return PutResult(bytes([FAILED]) * self._left(running), there.failure)
+        self._answers = True
         parent = job.hashes[done - 1] if done else job.parent
         blocks = EngineBlocks(self._memory, job.blocks[done:], running.mark)
-        return self._client.put(job.hashes[done:], blocks, parent=parent, deadline=self._deadline)
+        result = self._client.put(job.hashes[done:], blocks, parent=parent, deadline=self._deadline)
+        self._answers = result.failure is None
+        return result
 
     def _judge(self, running: Running, result: PutResult) -> None:
         there = next(

@@ -100,6 +100,8 @@ class Store:
         deadline: float | None = None,
     ) -> PutResult:
         self.asked.append(tuple(hashes))
+        if self.gone:
+            return PutResult(bytes([FAILED]) * len(hashes), "deadline_exceeded")
         if self.puts and (result := self.puts.pop(0)()) is not None:
             return result
         if parent != ROOT_PARENT and parent not in self.blocks:
@@ -358,6 +360,23 @@ def test_closing_fails_the_loads_that_wait() -> None:
 
 def save(number: int, *blocks: int, parent: bytes = ROOT_PARENT) -> SaveJob:
     return SaveJob(number, "r", parent, names(*blocks), blocks)
+
+
+def test_a_node_that_does_not_answer_is_only_asked_whether_it_is_back(bench: Bench) -> None:
+    bench.memory.blocks = {5: b"a" * SIZE, 6: b"b" * SIZE}
+    bench.store.gone = True
+    for number in range(1, 4):
+        bench.saves.submit(SaveJob(number, "r", ROOT_PARENT, names(1, 2), (5, 6)))
+        assert bench.until_saved().saved == {number: 0}
+    # The first waited for the whole of its deadline, the others did not.
+    assert bench.store.asked == [names(1, 2)]
+    assert bench.store.looks == 2
+    assert bench.counts.take()["failed_save_blocks"] == 6
+    bench.store.gone = False
+    for number in (4, 5):
+        bench.saves.submit(SaveJob(number, "r", ROOT_PARENT, names(1, 2), (5, 6)))
+        assert bench.until_saved().saved == {number: 2}
+    assert bench.store.looks == 3
 
 
 def test_a_save_stores_what_is_missing_and_copies_nothing_else(bench: Bench) -> None:

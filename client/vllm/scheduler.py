@@ -204,6 +204,8 @@ class SchedulerSide:
     def begin(self, request: Request) -> None:
         """Begin with a request that the engine has queued."""
         revision = self._adapters.revision(request.lora_request)
+        if revision is None:
+            return
         keys = extra_keys_of(request, self._block_tokens, adapter_revision=revision)
         if keys is None:
             return

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from kvstore.errors import ConfigError
+
+logger = logging.getLogger("kvstore.client.vllm")
 
 WHOLE_BYTES: Final = 16 << 20
 """Files up to this size are read as a whole."""
@@ -138,17 +141,18 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._revisions: dict[tuple[int, str, str], str] = {}
+        self._revisions: dict[tuple[int, str, str], str | None] = {}
 
-    def revision(self, adapter: Any) -> str:
+    def revision(self, adapter: Any) -> str | None:
         """What tells the contents of an adapter from others at the same path.
 
         Args:
             adapter: a ``vllm.lora.request.LoRARequest``, or None.
 
         Returns:
-            Empty without an adapter, and where the adapter is no local directory: its name and path
-            are then all that is known of it.
+            Empty without an adapter; None where it is no local directory of weights. The name of
+            an adapter on the hub doesn't say which of its commits the engine has loaded, so what
+            it shapes can't be named.
 
         Raises:
             ConfigError: its files can't be read.
@@ -158,5 +162,12 @@ class Adapters:
         key = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         if key not in self._revisions or getattr(adapter, "load_inplace", False):
             path = Path(adapter.lora_path).expanduser()
-            self._revisions[key] = (fingerprint(path) or "") if path.is_dir() else ""
+            self._revisions[key] = fingerprint(path) if path.is_dir() else None
+            if self._revisions[key] is None:
+                logger.warning(
+                    "adapter %s: %s is no local directory of weights, so nothing is stored or "
+                    "reused with it",
+                    adapter.lora_name,
+                    adapter.lora_path,
+                )
         return self._revisions[key]

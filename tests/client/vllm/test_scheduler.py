@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -519,6 +520,18 @@ def test_a_request_without_a_name_is_left_alone() -> None:
     assert bench.side.lookup("r", 0) == 0
     assert bench.computes(request, 20).saves == []
     bench.side.finished(request, [])
+
+
+def test_an_adapter_whose_weights_are_not_known_is_left_alone() -> None:
+    bench = Bench()
+    adapter = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="org/on-the-hub")
+    request = Request("r", list(range(1, 21)), lora_request=adapter)
+    bench.side.begin(request)
+    assert bench.side.lookup("r", 0) == 0
+    bench.side.plan_saves({"r": 20}, lambda _: list(range(5)))
+    assert bench.side.take_step().saves == []
+    bench.side.finished(request, list(range(5)))
+    assert bench.stores[0].asked == []
 
 
 def test_after_a_change_of_weights_nothing_old_is_used() -> None:

@@ -189,5 +189,12 @@ class TestAdapters:
 
     def test_no_adapter_and_none_at_hand(self, tmp_path):
         assert Adapters().revision(None) == ""
-        assert Adapters().revision(self.adapter("org/name-on-the-hub")) == ""
-        assert Adapters().revision(self.adapter(tmp_path)) == ""
+        assert Adapters().revision(self.adapter("org/name-on-the-hub")) is None
+        assert Adapters().revision(self.adapter(tmp_path)) is None
+
+    def test_one_that_is_not_at_hand_is_named_once(self, caplog):
+        adapters = Adapters()
+        for _ in range(2):
+            adapters.revision(self.adapter("org/name-on-the-hub"))
+        [line] = caplog.messages
+        assert "org/name-on-the-hub is no local directory of weights" in line

@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace, scratch: Path) -> int:
         place = _place(arguments, scratch, "ttft")
         with fleet((RECOMPUTE, OURS, *peers), place, model) as ttft_running:
             ttft_turns = ttft.measure(ttft_running, arguments.lengths, arguments.turns, _progress)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 240)
     console.print(DESCRIPTION)
     if overhead_turns:
         console.print(report.overhead_table(overhead_running, overhead_turns))

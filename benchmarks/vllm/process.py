@@ -28,8 +28,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-CACHE_BYTES = 384 << 20
-"""An engine's own KV cache: the longest request and then some, so that nothing is preempted."""
+CACHE_BYTES = 768 << 20
+"""An engine's own KV cache, six times the longest request: nothing is preempted, and the share of
+it that our connector pins for its saves holds a whole request."""
 MESSAGE = 300
 """Characters of a log's last error that a row of the table has room for."""
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from client.paged import PagedMemory
@@ -31,12 +32,13 @@ from client.vllm.logs import join_log
 from client.vllm.namespace import make_namespace
 from client.vllm.progress import Finished
 from client.vllm.publishing import locality_of
+from client.vllm.replicas import replicas
 from client.vllm.routers import Routers
 from client.vllm.scheduler import SchedulerSide
 from client.vllm.sessions import client_of, node_of, shard_clients
 from client.vllm.settings import Settings
 from client.vllm.statistics import KVStorePromMetrics, KVStoreStats
-from client.vllm.support import check_supported
+from client.vllm.support import check_backends, check_supported
 from client.vllm.worker import WorkerSide, in_order
 from kvstore.identity import Namespace
 
@@ -72,12 +74,14 @@ class StepMetadata(KVConnectorMetadata):
         saves: after the step's forward.
         cancelled: requests that wait for blocks no longer.
         idle: whether the step computes nothing.
+        pause: whether it is to take a moment nevertheless, as a node is to answer meanwhile.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     idle: bool = False
+    pause: bool = False
 
 
 @dataclass
@@ -170,22 +174,24 @@ class KVStoreConnector(KVConnectorBase_V1):
         Raises:
             ConfigError: the KV tensors are of a kind that can't be laid out.
         """
-        config, parallel = self._kv_cache_config, self._config.parallel_config
+        check_backends(self._config)
+        config = self._kv_cache_config
         block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
         memory = PagedMemory.of(in_order(kv_caches), config.num_blocks, block_tokens)
-        replicas = config.kv_tp_replicas
+        alike = replicas(self._config, config)
         namespace = make_namespace(
             self._config,
             memory.layout,
-            tp_size=parallel.tensor_parallel_size // replicas,
+            tp_size=self._config.parallel_config.tensor_parallel_size // alike,
             stage=get_pp_group().rank_in_group,
-            stages=parallel.pipeline_parallel_size,
+            stages=self._config.parallel_config.pipeline_parallel_size,
             settings=self.settings,
+            float8=str(current_platform.fp8_dtype()),
         )
         rank = get_tensor_model_parallel_rank()
-        client = client_of(self.settings, namespace, rank // replicas)
+        client = client_of(self.settings, namespace, rank // alike)
         self._handshake = Handshake(namespace.describe())
-        saver = rank % replicas == 0
+        saver = rank % alike == 0
         self._worker = WorkerSide(self.settings, client, memory, saver=saver, counts=self.counts)
         self._worker.open()
         logger.info("blocks of %d bytes in %s", memory.layout.block_bytes, namespace)
@@ -217,7 +223,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         if self._worker is not None and isinstance(metadata, StepMetadata):
             self._worker.save(metadata.saves)
             if metadata.idle:
-                self._worker.rest()
+                self._worker.rest(metadata.pause)
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -332,7 +338,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         if self._scheduler is None or not num_external_tokens:
             return {}
         found = self._scheduler.sources(request.request_id, num_external_tokens)
-        return {SOURCES[tier]: tokens for tier, tokens in found.items()}
+        sources = {SOURCES[tier]: tokens for tier, tokens in found.items()}
+        if rest := num_external_tokens - sum(found.values()):
+            # Blocks that are waited for lie in no tier yet.
+            sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = rest
+        return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers are to do in this step."""
@@ -341,7 +351,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._plan_saves(scheduler_output.num_scheduled_tokens)
         step = self._scheduler.take_step()
         idle = not scheduler_output.num_scheduled_tokens
-        return StepMetadata(step.loads, step.saves, step.cancelled, idle)
+        return StepMetadata(step.loads, step.saves, step.cancelled, idle, step.pause)
 
     @guarded(_nothing)
     def _plan_saves(self, scheduled: Mapping[str, int]) -> None:

@@ -79,7 +79,7 @@ class Progress:
             self._news -= len(taken.saved)
         return taken
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, *, pause: bool = False) -> None:
         """Return when something is over that has not been taken, or nothing is under way.
 
         An engine without work steps on and on until its transfers are over; waiting here instead
@@ -87,6 +87,7 @@ class Progress:
 
         Args:
             seconds: how long at most.
+            pause: whether to wait although nothing is under way.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._news or not self._running, seconds)
+            self._changed.wait_for(lambda: self._news or not (self._running or pause), seconds)

@@ -99,6 +99,7 @@ class Watched:
         codes: where each leading block lies, as the store said last.
         asked: when it said so, on the clock.
         computed: tokens that the engine held itself at the last lookup.
+        patient: until when the store is asked again after it gave no answer.
     """
 
     request: Request
@@ -107,6 +108,7 @@ class Watched:
     codes: bytes = b""
     asked: float = float("-inf")
     computed: int = 0
+    patient: float | None = None
 
 
 @dataclass(slots=True)
@@ -134,11 +136,13 @@ class Step:
         loads: in the order of admission.
         saves: after the step's forward.
         cancelled: requests that wait for blocks no longer.
+        pause: whether a lookup was put off to the next step because a node did not answer.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    pause: bool = False
 
 
 class SchedulerSide:
@@ -383,34 +387,58 @@ class SchedulerSide:
     # --- inside ----------------------------------------------------------------------------------
 
     def _look_up(self, watched: Watched, hashes: Sequence[bytes]) -> bool:
-        """Ask the store, if there is time for it in this step; says whether there was."""
+        """Ask the store, unless that is to be done in a later step; says whether it was done."""
         began = self._clock()
         if began - watched.asked < FRESH:
             return True
         if self._spent >= self._settings.lookup_deadline:
             self._counts.add(lookups_deferred=1)
             return False
-        watched.asked, watched.codes = began, self._ask(hashes)
-        self._spent += self._clock() - began
+        up = all(node.link.up for node in self._nodes)
+        codes = self._ask(hashes) if up else None
+        now = self._clock()
+        self._spent += now - began
+        if codes is None and self._is_worth_waiting(watched, up, now):
+            self._step.pause = True
+            return False
+        watched.patient = None
+        self._found(watched, hashes, codes, began)
+        return True
+
+    def _is_worth_waiting(self, watched: Watched, up: bool, now: float) -> bool:
+        """Whether a node that gave no answer is asked again in a later step.
+
+        Only of a node that seemed well when the request came: one that is known to be gone must
+        not cost each request its patience.
+        """
+        if watched.patient is None:
+            watched.patient = now + self._settings.lookup_patience if up else now
+        return now < watched.patient
+
+    def _found(
+        self, watched: Watched, hashes: Sequence[bytes], codes: bytes | None, began: float
+    ) -> None:
+        """Take note of what the store said of a request; ``None`` where it said nothing."""
+        watched.asked, watched.codes = began, codes or b""
         asked = len(hashes) * self._block_tokens - watched.computed
         matched = max(0, len(watched.codes) * self._block_tokens - watched.computed)
         self._counts.add(lookups=1, asked_tokens=asked, matched_tokens=matched)
+        if codes is None:
+            self._counts.add(lookup_timeouts=1)
         self._plan.held(watched.request.request_id, len(watched.codes))
         if self._listener is not None and watched.codes:
             found = hashes[: len(watched.codes)]
             self._listener.held(watched.request, 0, found, ROOT_PARENT)
-        return True
 
-    def _ask(self, hashes: Sequence[bytes]) -> bytes:
-        """Where each leading block lies that all nodes hold."""
+    def _ask(self, hashes: Sequence[bytes]) -> bytes | None:
+        """Where each leading block lies that all nodes hold; ``None`` if one does not answer."""
         codes: bytes | None = None
         for node in self._nodes:
             match = node.match(hashes, self._settings.lookup_deadline)
             if match is None:
-                self._counts.add(lookup_timeouts=1)
-                return b""
+                return None
             codes = match.codes if codes is None else min(codes, match.codes, key=len)
-        return codes or b""
+        return codes
 
     def _save(
         self, watched: Watched, tokens: int, blocks_of: Callable[[str], Sequence[int]]

@@ -106,6 +106,9 @@ class Settings(BaseModel):
     """For reaching the daemon."""
     lookup_deadline: Deadline = 0.005
     """For one lookup of a request's prefix in the scheduler."""
+    lookup_patience: Duration = 0.1
+    """How long a request whose lookup got no answer is put off, while a node that has just stopped
+    answering may do so again, before it is computed."""
     load_deadline: Deadline = 2.0
     """Without progress, after which a load is given up and its blocks are recomputed."""
     save_deadline: Deadline = 5.0
@@ -118,7 +121,7 @@ class Settings(BaseModel):
     """Whether blocks are loaded."""
     min_load_tokens: int = Field(default=0, ge=0)
     """Prefixes that bring fewer tokens than this are recomputed instead."""
-    pinned_share: Share = 0.25
+    pinned_share: Share = 0.5
     """Share of the engine's blocks that saves may pin at once; all of them where the engine only
     prefills for others: what it does not save of a prompt, a decode engine waits for in vain."""
 

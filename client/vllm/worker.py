@@ -123,9 +123,13 @@ class WorkerSide:
             self._counts.add(guarded_errors=1)
             return False, None
 
-    def rest(self) -> None:
-        """Let transfers under way have the processor for a moment, in a step without work."""
-        self._progress.wait(IDLE_WAIT)
+    def rest(self, pause: bool = False) -> None:
+        """Leave the processor to transfers, or a node, for a moment in a step without work.
+
+        Args:
+            pause: whether to do so although no transfer is under way.
+        """
+        self._progress.wait(IDLE_WAIT, pause=pause)
 
     def take_loads(self) -> Finished:
         """The loads that ended since the last call."""

@@ -219,7 +219,7 @@ def test_lookups_of_one_step_share_its_time() -> None:
 
 
 def test_a_node_that_gives_no_answer_is_left_alone_until_it_is_back() -> None:
-    bench = Bench()
+    bench = Bench(lookup_patience=0)
     bench.stores[0].fails = True
     first, second = bench.begin(name="a"), bench.begin(name="b")
     bench.holds(first.names())
@@ -233,6 +233,40 @@ def test_a_node_that_gives_no_answer_is_left_alone_until_it_is_back() -> None:
     assert bench.side.lookup("b", 0) == second.num_tokens
 
 
+def test_a_request_waits_a_moment_for_a_node_that_has_just_stopped_answering() -> None:
+    bench = Bench(lookup_patience=1)
+    request = bench.begin()
+    bench.holds(request.names())
+    bench.stores[0].fails = True
+    assert bench.side.lookup("r", 0) is None
+    assert bench.side.take_step().pause
+    assert bench.side.lookup("r", 0) is None
+    assert len(bench.stores[0].asked) == 1
+    bench.stores[0].fails, bench.links[0].up = False, True
+    bench.clock.now += 0.5
+    assert bench.side.lookup("r", 0) == 20
+    assert "lookup_timeouts" not in bench.counts.take()
+
+
+def test_its_patience_ends() -> None:
+    bench = Bench(lookup_patience=1)
+    bench.begin()
+    bench.stores[0].fails = True
+    assert bench.side.lookup("r", 0) is None
+    bench.clock.now += 1
+    assert bench.side.lookup("r", 0) == 0
+    assert bench.counts.take()["lookup_timeouts"] == 1
+
+
+def test_no_request_waits_for_a_node_that_is_known_to_be_gone() -> None:
+    bench = Bench(lookup_patience=1)
+    bench.begin()
+    bench.links[0].up = False
+    assert bench.side.lookup("r", 0) == 0
+    assert not bench.stores[0].asked
+    assert not bench.side.take_step().pause
+
+
 def test_a_prefix_reaches_as_far_as_every_stage_holds_it() -> None:
     bench = Bench(nodes=2)
     request = bench.begin()
@@ -241,6 +275,8 @@ def test_a_prefix_reaches_as_far_as_every_stage_holds_it() -> None:
     assert bench.side.lookup("r", 0) == 8
     bench.stores[1].fails = True
     bench.clock.now += FRESH
+    assert bench.side.lookup("r", 0) is None
+    bench.clock.now += 1
     assert bench.side.lookup("r", 0) == 0
 
 

@@ -17,7 +17,7 @@ def test_defaults_are_sound():
     assert got.url == f"unix://{config.default_state_directory()}/kvstore.sock"
     assert (got.transport, got.tenant, got.model, got.save) == ("auto", "default", "", "all")
     assert (got.lookup_deadline, got.load_deadline, got.save_deadline) == (0.005, 2.0, 5.0)
-    assert (got.connect_deadline, got.max_wait, got.pinned_share) == (1.0, 30.0, 0.25)
+    assert (got.connect_deadline, got.max_wait, got.pinned_share) == (1.0, 30.0, 0.5)
     assert got.load is True
     assert got.min_load_tokens == 0
     assert got.reveal_token() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -475,3 +476,9 @@ def test_waiting_returns_at_once_where_something_is_over() -> None:
     progress.saved(1, 0)
     assert progress.take_saves().saved == {1: 0}
     progress.wait(WAIT)
+
+
+def test_waiting_takes_a_pause_where_that_is_asked_for() -> None:
+    began = time.monotonic()
+    Progress().wait(0.01, pause=True)
+    assert time.monotonic() - began >= 0.01

@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple, Protocol
 
 from client.vllm.settings import Settings
+from client.vllm.support import backends
 from client.vllm.weights import fingerprint
 from kvstore.errors import ConfigError
 from kvstore.identity import MAX_TEXT_BYTES, Namespace
@@ -97,6 +98,7 @@ def make_namespace(
     stages: int,
     settings: Settings,
     engine: str = "",
+    float8: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> Namespace:
     """The namespace of one pipeline stage of an engine.
@@ -112,6 +114,7 @@ def make_namespace(
         stages: how many there are.
         settings: of the connector.
         engine: version of the engine, where blocks of other versions are not to be used.
+        float8: what the hardware takes an FP8 byte for; counts where elements have 8 bits.
         environ: the process's environment.
 
     Raises:
@@ -119,7 +122,8 @@ def make_namespace(
     """
     model, revision, salt = model_identity(vllm_config, settings, environ)
     shuffled = _flag(environ, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
-    parts = [salt, f"backend {_digest([_attention(vllm_config), shuffled])}"]
+    byte = float8 if "8" in layout.dtype else ""
+    parts = [salt, f"backend {_digest([_attention(vllm_config), shuffled, byte])}"]
     if stages > 1:
         parts.insert(0, f"stage {stage + 1} of {stages}")
     if engine:
@@ -282,12 +286,10 @@ def _attention(vllm_config: Any) -> dict[str, object]:
     Backends may order the bytes of a block in their own way under the same shape; the CPU backend
     does, by instruction set.
     """
-    compiled = getattr(vllm_config, "compilation_config", None)
-    layers = getattr(compiled, "static_forward_context", None) or {}
+    layers = vllm_config.compilation_config.static_forward_context
     return {
-        name: [layer.get_attn_backend().get_name(), str(getattr(layer, "isa", ""))]
-        for name, layer in layers.items()
-        if hasattr(layer, "get_attn_backend")
+        name: [backend, str(getattr(layers[name], "isa", ""))]
+        for name, backend in backends(vllm_config).items()
     }
 
 

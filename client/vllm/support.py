@@ -13,6 +13,9 @@ _WITHOUT_DRAFT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", 
 _KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """The kinds of KV cache that hold every token of a request in blocks that stay."""
 
+_PREFIXLESS: Final = frozenset({"CPU_MLA"})
+"""Attention backends for which vLLM turns its own prefix caching off."""
+
 _WITHOUT: Final = "serve it without a KV connector"
 
 
@@ -31,6 +34,33 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         reasons += _cached(vllm_config, kv_cache_config.kv_cache_groups)
     if reasons:
         raise ConfigError("\n".join(f"KVStoreConnector: {reason}" for reason in reasons))
+
+
+def check_backends(vllm_config: Any) -> None:
+    """Accept attention backends that can go on after a prefix which they have not computed.
+
+    Args:
+        vllm_config: the engine's ``VllmConfig``, in a worker whose model is loaded.
+
+    Raises:
+        ConfigError: one of them can't.
+    """
+    for name in sorted(set(backends(vllm_config).values()) & _PREFIXLESS):
+        raise ConfigError(
+            f"KVStoreConnector: the attention backend {name} is not supported, because it has to "
+            f"compute all of a prompt at once; on CPUs with AMX, --dtype bfloat16 gets you AMX_MLA"
+        )
+
+
+def backends(vllm_config: Any) -> dict[str, str]:
+    """The name of the attention backend of each layer with KV that the engine has loaded."""
+    compiled = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(compiled, "static_forward_context", None) or {}
+    return {
+        name: str(layer.get_attn_backend().get_name())
+        for name, layer in layers.items()
+        if hasattr(layer, "get_attn_backend")
+    }
 
 
 def _configured(vllm_config: Any) -> Iterator[str]:
@@ -72,7 +102,7 @@ def _unnamed_items(model: Any, cache: Any) -> Iterator[str]:
 
 
 def _cached(vllm_config: Any, groups: Sequence[Any]) -> Iterator[str]:
-    specs = [spec for group in groups for spec in _specs(group.kv_cache_spec)]
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
     kinds = {type(spec).__name__ for spec in specs}
     if not groups:
         yield f"a model that keeps no KV has nothing to store; {_WITHOUT}"
@@ -114,6 +144,6 @@ def _has_scales(spec: Any) -> bool:
     return bool(getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False))
 
 
-def _specs(spec: Any) -> list[Any]:
+def layer_specs(spec: Any) -> list[Any]:
     """The layers' own specifications within that of a group."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]

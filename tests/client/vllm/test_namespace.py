@@ -312,6 +312,13 @@ def test_what_the_caller_gives(model):
         assert changed.difference(base) == [{"name": "layout"}.get(field, field)]
     assert namespace(engine(model), tp_size=2).difference(base) == ["tp_size"]
     assert namespace(engine(model), engine="0.32.0").difference(base) == ["salt"]
+    assert namespace(engine(model), float8="torch.float8_e4m3fnuz") == base
+    bytewise = Layout(dtype="bfloat16+uint8")
+    one, other = (
+        namespace(engine(model), layout=bytewise, float8=f"torch.float8_e4m3{kind}")
+        for kind in ("fn", "fnuz")
+    )
+    assert one.difference(other) == ["salt"]
     assert namespace(engine(model), settings=settings(tenant="t")).difference(base) == ["tenant"]
     shuffled = {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}
     assert namespace(engine(model), environ=shuffled).difference(base) == ["salt"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from client.vllm.support import check_supported
+from client.vllm.support import check_backends, check_supported
 from kvstore.errors import ConfigError
 
 
@@ -186,3 +186,23 @@ def test_every_reason_is_told():
     lines = str(error.value).splitlines()
     assert len(lines) == 3
     assert all(line.startswith("KVStoreConnector: ") for line in lines)
+
+
+def test_a_backend_that_takes_no_prefix():
+    def loaded(*names):
+        layers = {
+            f"layers.{number}": SimpleNamespace(
+                get_attn_backend=lambda name=name: SimpleNamespace(get_name=lambda: name)
+            )
+            for number, name in enumerate(names)
+        }
+        return SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context=layers | {"experts": object()}
+            )
+        )
+
+    check_backends(loaded("AMX_MLA", "CPU_ATTN"))
+    check_backends(SimpleNamespace())
+    with pytest.raises(ConfigError, match="CPU_MLA is not supported.*--dtype bfloat16"):
+        check_backends(loaded("CPU_ATTN", "CPU_MLA"))

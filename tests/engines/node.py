@@ -23,7 +23,7 @@ PATIENT = {"lookup_deadline": 1.0, "load_deadline": 30.0, "save_deadline": 30.0}
 def config(directory: Path, **sections: dict[str, Any]) -> Config:
     """Room for a thousand blocks of a tiny model; ports that are known before it starts."""
     sections.setdefault("dram", {"capacity": "128MiB", "segment": "32MiB"})
-    listen = {name: f"127.0.0.1:{_free_port()}" for name in ("control", "metrics")}
+    listen = {name: f"127.0.0.1:{free_port()}" for name in ("control", "metrics")}
     return make_config(directory, **sections, listen=listen)
 
 
@@ -61,7 +61,8 @@ def command(daemon: DaemonProcess, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

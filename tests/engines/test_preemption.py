@@ -180,6 +180,28 @@ def test_with_saves_pending(
     assert growth(LOADED) > 0
 
 
+def test_with_the_caches_reset_under_them(
+    engine: EngineProcess, base: int, reference: Reference
+) -> None:
+    """As after an update of the weights: what had been begun before it is not reused after it."""
+    asks = [Ask(prompt(base + each, 4 * BLOCK), tokens=BLOCK) for each in range(6)]
+    waiting = {"kvstore": {"wait": 1.0}}
+    asks += [Ask(prompt(base + 50 + each, 4 * BLOCK), transfer=waiting) for each in range(2)]
+    requests = engine.submit(asks)
+    engine.state()
+    engine.reset()
+    assert_same(engine.collect(requests), reference(asks))
+    reused = []
+    for _ in range(2):
+        engine.wait_idle(IDLE)
+        engine.forget()
+        answers = engine.generate(asks)
+        assert_same(answers, reference(asks))
+        reused.append([each.cached > 0 for each in answers])
+    assert not all(reused[0])
+    assert all(reused[1])
+
+
 def test_at_any_time(engine: EngineProcess, base: int, reference: Reference) -> None:
     """Many requests with common beginnings, of which half are aborted somewhere."""
     choice = random.Random(4)

@@ -19,6 +19,7 @@ class Ask:
         tokens: how many to generate.
         transfer: the request's `kv_transfer_params`.
         salt: the request's `cache_salt`.
+        adapter: directory of the LoRA adapter to use.
         priority: lower is sooner, where the engine schedules by it.
         abort_tokens: abort when that many tokens are there; at once if 0.
         abort_steps: abort after that many steps of the engine.
@@ -29,6 +30,7 @@ class Ask:
     tokens: int = 8
     transfer: dict[str, Any] | None = None
     salt: str | None = None
+    adapter: str | None = None
     priority: int = 0
     abort_tokens: int | None = None
     abort_steps: int | None = None

@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from prometheus_client import REGISTRY
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -56,6 +58,7 @@ class Child:
         self._core = self._engine.engine_core.engine_core
         self._answers = answers
         self._running: dict[str, _Running] = {}
+        self._adapters: dict[str, int] = {}
 
     def run(self, commands: queue.Queue[dict[str, Any]]) -> None:
         """Steps the engine while it has work, and does what it is told between steps."""
@@ -103,9 +106,14 @@ class Child:
         if ask.salt is not None:
             text["cache_salt"] = ask.salt
         params = SamplingParams(**(settings | ask.sampling))
-        self._engine.add_request(request, text, params, priority=ask.priority)
+        adapter = self._adapter(ask.adapter) if ask.adapter is not None else None
+        self._engine.add_request(request, text, params, lora_request=adapter, priority=ask.priority)
         self._running[request] = _Running(ask)
         self._abort_the_due()
+
+    def _adapter(self, directory: str) -> LoRARequest:
+        number = self._adapters.setdefault(directory, len(self._adapters) + 1)
+        return LoRARequest(Path(directory).name, number, directory)
 
     def _step(self) -> None:
         before = self._steps()

@@ -26,6 +26,7 @@ _LATENT = 512
 _ROPE = 64
 _NOPE = 64
 _VALUE = 64
+_RANK = 8
 
 MLA_OPTIONS: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
 """What the engine of `make_mla`'s model takes: its other backend needs AMX and 16-bit weights."""
@@ -33,15 +34,38 @@ MLA_OPTIONS: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
 Shapes = dict[str, tuple[int, ...]]
 
 
-def make_llama(directory: Path, seed: int = 0) -> Path:
-    """A Llama: 4 layers, 4 heads over 2 heads of keys and values, full attention."""
+def make_llama(directory: Path, seed: int = 0, kv_heads: int = KV_HEADS) -> Path:
+    """A Llama: 4 layers, 4 heads over 1, 2 or 4 heads of keys and values, full attention."""
     config = _common("LlamaForCausalLM", "llama") | {
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    return _make(directory, seed, config, lambda: _attention() | _norms("post_attention"))
+    return _make(directory, seed, config, lambda: _attention(kv_heads) | _norms("post_attention"))
+
+
+def make_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter of `make_llama`'s model, on its keys and values."""
+    directory.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    weights = {}
+    for name in ("k_proj", "v_proj"):
+        for layer in range(LAYERS):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (_RANK, _HIDDEN)), ("B", (KV_HEADS * HEAD, _RANK))):
+                weights[f"{path}.lora_{part}.weight"] = random.standard_normal(
+                    shape, np.float32
+                ) / np.sqrt(shape[1], dtype=np.float32)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": ["k_proj", "v_proj"],
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def make_sliding(directory: Path, seed: int = 0) -> Path:
@@ -114,11 +138,11 @@ def _common(architecture: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _attention() -> Shapes:
+def _attention(kv_heads: int = KV_HEADS) -> Shapes:
     return {
         "self_attn.q_proj.weight": (HEADS * HEAD, _HIDDEN),
-        "self_attn.k_proj.weight": (KV_HEADS * HEAD, _HIDDEN),
-        "self_attn.v_proj.weight": (KV_HEADS * HEAD, _HIDDEN),
+        "self_attn.k_proj.weight": (kv_heads * HEAD, _HIDDEN),
+        "self_attn.v_proj.weight": (kv_heads * HEAD, _HIDDEN),
         "self_attn.o_proj.weight": (_HIDDEN, HEADS * HEAD),
     }
 

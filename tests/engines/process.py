@@ -239,12 +239,18 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def engine(
-    model: Path, log: Path, env: Mapping[str, str] | None = None, **options: Any
+    model: Path,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    ready: bool = True,
+    **options: Any,
 ) -> Iterator[EngineProcess]:
-    """A started engine for the time of the block."""
+    """A started engine for the time of the block, or one that is still starting."""
     process = EngineProcess(model, log, env, **options)
     try:
-        process.wait_ready()
+        if ready:
+            process.wait_ready()
         yield process
         assert process.ended or process.stop() == 0, f"it did not end well\n{tail(log)}"
     finally:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from client.vllm import namespace
+
 LEFT = {
     "bind_connector_metadata": "keeps the step's metadata",
     "bind_kv_cache_manager": "calls bind_gpu_block_pool",
@@ -52,6 +54,7 @@ CALLED = {
     f"{V1}.core.block_pool:BlockPool.free_blocks": ("ordered_blocks",),
     f"{V1}.core.kv_cache_manager:KVCacheManager.get_block_ids": ("request_id",),
     f"{V1}.core.kv_cache_manager:KVCacheBlocks.get_block_ids": (),
+    "vllm.config:ModelConfig.get_total_num_kv_heads": (),
     "vllm.distributed.parallel_state:get_pp_group": (),
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
     f"{V1}.metrics.utils:create_metric_per_engine": ("metric", "per_engine_labelvalues"),
@@ -59,11 +62,22 @@ CALLED = {
 """Functions and methods of vLLM that are called with so many arguments."""
 
 FIELDS = {
+    "vllm.config:AttentionConfig": {*namespace._ATTENTION_FACTS},
+    "vllm.config:CacheConfig": {*namespace._CACHE_FACTS, "enable_prefix_caching"},
+    "vllm.config:CompilationConfig": {"static_forward_context"},
     "vllm.config:KVTransferConfig": {
         "kv_connector_extra_config",
         "kv_load_failure_policy",
         "kv_role",
     },
+    "vllm.config:LoadConfig": {"download_dir", "load_format"},
+    "vllm.config:LoRAConfig": {"lora_dtype"},
+    "vllm.config:ModelConfig": {
+        *(*namespace._MODEL_FACTS, *namespace._QUANTIZATION_FACTS),
+        *("hf_config", "hf_config_path", "max_model_len", "model", "model_weights"),
+        *("multimodal_config", "revision", "seed"),
+    },
+    "vllm.config:MultiModalConfig": {*namespace._MULTIMODAL_FACTS, "mm_processor_cache_gb"},
     "vllm.config:ParallelConfig": {
         "decode_context_parallel_size",
         "pipeline_parallel_size",
@@ -83,6 +97,7 @@ FIELDS = {
         "speculative_config",
         "weight_transfer_config",
     },
+    "vllm.config.model_arch:ModelArchitectureConfig": {"per_layer_overrides"},
     f"{V1}.core.sched.output:SchedulerOutput": {"num_scheduled_tokens"},
     f"{V1}.kv_cache_interface:KVCacheConfig": {
         "kv_cache_groups",
@@ -90,8 +105,10 @@ FIELDS = {
         "num_blocks",
     },
     f"{V1}.kv_cache_interface:KVCacheGroupSpec": {"host_resident", "kv_cache_spec"},
-    f"{V1}.kv_cache_interface:FullAttentionSpec": {"block_size"},
-    f"{V1}.kv_cache_interface:MLAAttentionSpec": {"block_size"},
+    f"{V1}.kv_cache_interface:FullAttentionSpec": {
+        *("block_size", "kv_quant_mode", "max_tp_shards", "non_causal", "num_kv_heads"),
+    },
+    f"{V1}.kv_cache_interface:MLAAttentionSpec": {"block_size", "kv_quant_mode", "max_tp_shards"},
     f"{V1}.kv_cache_interface:UniformTypeKVCacheSpecs": {"kv_cache_specs"},
     f"{V1}.outputs:KVConnectorOutput": {
         "finished_recving",
@@ -99,7 +116,10 @@ FIELDS = {
         "kv_connector_worker_meta",
     },
 }
-"""Fields of vLLM's dataclasses that are read or set."""
+"""Fields of vLLM's dataclasses that are read or set.
+
+Where one of the namespace's is gone, engines that differ in it would share.
+"""
 
 REQUEST = (
     *("request_id", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "all_token_ids"),
@@ -234,6 +254,12 @@ def test_what_is_called_takes_our_arguments(path: str) -> None:
 @pytest.mark.parametrize("path", FIELDS)
 def test_what_is_read_is_there(path: str) -> None:
     assert FIELDS[path] <= {each.name for each in dataclasses.fields(_find(path))}
+
+
+def test_what_else_is_read_is_there() -> None:
+    assert isinstance(_find("vllm.config:ModelConfig.architecture"), property)
+    assert isinstance(_find(f"{V1}.kv_cache_interface:KVQuantMode.is_per_token_head"), property)
+    assert str(_find("vllm.platforms:current_platform").fp8_dtype()) == "torch.float8_e4m3fn"
 
 
 def test_a_request_has_what_is_read() -> None:

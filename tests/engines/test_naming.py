@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 
 from client.vllm.keys import chain_of, extra_keys_of
 from client.vllm.namespace import model_identity
+from client.vllm.replicas import replicas
 from client.vllm.settings import Settings
 from client.vllm.support import check_supported
 from kvstore.errors import ConfigError
@@ -168,6 +169,18 @@ def _other_theta(config: Any) -> Any:
 
 def _caches(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec) for spec in specs])
+
+
+def test_ranks_that_hold_the_same(llama: Path) -> None:
+    """Of a model with two KV heads."""
+    shape = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
+    head = FullAttentionSpec(num_kv_heads=1, **shape)
+    for ranks, expected in ((1, 1), (2, 1), (4, 2)):
+        config = configuration(llama, tensor_parallel_size=ranks)
+        assert config.model_config.model_arch_config.per_layer_overrides is None
+        assert replicas(config, _caches(head)) == expected
+    latent = _caches(MLAAttentionSpec(num_kv_heads=1, max_tp_shards=1, **shape))
+    assert replicas(configuration(llama, tensor_parallel_size=4), latent) == 1
 
 
 def test_kinds_of_caches(llama: Path) -> None:

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -38,7 +39,7 @@ from client.vllm.scheduler import SchedulerSide
 from client.vllm.sessions import client_of, node_of, shard_clients
 from client.vllm.settings import Settings
 from client.vllm.statistics import KVStorePromMetrics, KVStoreStats
-from client.vllm.support import check_backends, check_supported
+from client.vllm.support import check_backends, check_company, check_supported
 from client.vllm.worker import WorkerSide, in_order
 from kvstore.identity import Namespace
 
@@ -172,9 +173,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Find out what the blocks are, and connect.
 
         Raises:
-            ConfigError: the KV tensors are of a kind that can't be laid out.
+            ConfigError: the KV tensors are of a kind that can't be laid out, or the connector is
+                one of several that can't be together.
         """
         check_backends(self._config)
+        self._check_company()
         config = self._kv_cache_config
         block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
         memory = PagedMemory.of(in_order(kv_caches), config.num_blocks, block_tokens)
@@ -195,6 +198,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(self.settings, client, memory, saver=saver, counts=self.counts)
         self._worker.open()
         logger.info("blocks of %d bytes in %s", memory.layout.block_bytes, namespace)
+
+    def _check_company(self) -> None:
+        outer: Any = get_kv_transfer_group()
+        if outer is not self:
+            told = outer.get_handshake_metadata()
+            other = None if isinstance(told, Handshake) else told
+            check_company(outer._vllm_config.kv_transfer_config, other)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler's side has to know."""

@@ -99,6 +99,7 @@ class Watched:
         codes: where each leading block lies, as the store said last.
         asked: when it said so, on the clock.
         computed: tokens that the engine held itself at the last lookup.
+        scheduled: whether the engine has computed some of it since the last lookup.
         patient: until when the store is asked again after it gave no answer.
     """
 
@@ -108,6 +109,7 @@ class Watched:
     codes: bytes = b""
     asked: float = float("-inf")
     computed: int = 0
+    scheduled: bool = False
     patient: float | None = None
 
 
@@ -247,9 +249,11 @@ class SchedulerSide:
             Tokens beyond those; ``None`` where it is to be asked again in the next step.
         """
         watched = self._watched.get(request_id)
-        if watched is None or not self._loads or self._plan[request_id].failed:
+        if watched is None:
             return 0
-        watched.computed = computed
+        watched.computed, watched.scheduled = computed, False
+        if not self._loads or self._plan[request_id].failed:
+            return 0
         hashes = watched.chain.extend(watched.request.all_token_ids)
         if len(hashes) * self._block_tokens <= computed:
             return 0
@@ -318,10 +322,13 @@ class SchedulerSide:
         watched = self._watched.pop(request.request_id, None)
         if watched is None:
             return
-        tokens = min(request.num_computed_tokens, request.num_tokens)
-        self._save(watched, tokens, lambda _: blocks)
-        left = self._plan.unsaved(request.request_id, tokens)
-        self._counts.add(skipped_save_blocks=left)
+        # Until a request is scheduled, tokens may be counted as computed that another connector (of
+        # a MultiConnector) still loads.
+        if watched.scheduled:
+            tokens = min(request.num_computed_tokens, request.num_tokens)
+            self._save(watched, tokens, lambda _: blocks)
+            left = self._plan.unsaved(request.request_id, tokens)
+            self._counts.add(skipped_save_blocks=left)
         if (load := self._plan[request.request_id].load) is not None and load.wait:
             # The engine keeps the blocks of a request that was aborted until its load is over.
             self._step.cancelled.append(request.request_id)
@@ -340,8 +347,11 @@ class SchedulerSide:
         """
         for request_id, tokens in scheduled.items():
             watched = self._watched.get(request_id)
-            if watched is not None:
+            if watched is None:
+                continue
+            if watched.scheduled or not self._is_loaded_by_another(watched):
                 self._save(watched, watched.request.num_computed_tokens + tokens, blocks_of)
+            watched.scheduled = True
 
     def take_step(self) -> Step:
         """What the workers are to do now; the next step begins with nothing."""
@@ -439,6 +449,15 @@ class SchedulerSide:
                 return None
             codes = match.codes if codes is None else min(codes, match.codes, key=len)
         return codes
+
+    def _is_loaded_by_another(self, watched: Watched) -> bool:
+        """Whether a request starts with blocks that neither the engine nor this connector had.
+
+        Another connector (of a MultiConnector) has them loaded in this very step, perhaps, and
+        whether that worked is known after it only.
+        """
+        known = self._plan[watched.request.request_id].planned * self._block_tokens
+        return watched.request.num_computed_tokens > max(watched.computed, known)
 
     def _save(
         self, watched: Watched, tokens: int, blocks_of: Callable[[str], Sequence[int]]

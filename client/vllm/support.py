@@ -52,6 +52,30 @@ def check_backends(vllm_config: Any) -> None:
         )
 
 
+def check_company(outer: Any, handshake: object | None) -> None:
+    """Accept a connector of connectors (``MultiConnector``) in which ours can do its work.
+
+    Args:
+        outer: the ``KVTransferConfig`` that it was made by.
+        handshake: what another of its connectors tells the scheduler's process; ``None`` if none.
+
+    Raises:
+        ConfigError: loads of ours that fail would end requests, or the scheduler's side of ours
+            would not hear of the workers.
+    """
+    if outer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"KVStoreConnector: {outer.kv_connector} ends requests whose blocks can't be loaded; "
+            'put "kv_load_failure_policy":"recompute" beside its name in --kv-transfer-config'
+        )
+    if handshake is not None:
+        raise ConfigError(
+            f"KVStoreConnector: {outer.kv_connector} passes on what one of its connectors tells "
+            f"the scheduler, and {type(handshake).__name__} comes before ours; name "
+            "KVStoreConnector first"
+        )
+
+
 def backends(vllm_config: Any) -> dict[str, str]:
     """The name of the attention backend of each layer with KV that the engine has loaded."""
     compiled = getattr(vllm_config, "compilation_config", None)

@@ -340,6 +340,47 @@ def test_a_request_aborted_under_a_load_saves_nothing() -> None:
     bench.side.update(Finished(loaded={"r"}, failed_blocks={10}), {})
 
 
+def test_what_another_connector_still_loads_is_not_saved() -> None:
+    bench = Bench()
+    request = bench.begin()
+    assert bench.side.lookup("r", TOKENS) == 0
+    request.num_computed_tokens = 4 * TOKENS
+    bench.side.finished(request, [10, 11, 12, 13])
+    assert bench.side.take_step().saves == []
+    assert bench.counts.take().get("skipped_save_blocks", 0) == 0
+
+
+def test_what_another_connector_has_loaded_is_saved_a_step_later() -> None:
+    bench = Bench()
+    request = bench.begin()
+    assert bench.side.lookup("r", TOKENS) == 0
+    request.num_computed_tokens = 4 * TOKENS
+    # That load may be a part of this step, and fail.
+    assert bench.computes(request, 2).saves == []
+    (job,) = bench.computes(request, 1).saves
+    assert job.hashes == tuple(request.names()[:4])
+
+
+def test_what_another_connector_loads_after_a_preemption_is_not_saved() -> None:
+    bench = Bench()
+    request = bench.begin()
+    assert len(bench.computes(request, TOKENS).saves) == 1
+    request.num_computed_tokens = 0
+    assert bench.side.lookup("r", 0) == 0
+    request.num_computed_tokens = 4 * TOKENS
+    bench.side.finished(request, [10, 11, 12, 13])
+    assert bench.side.take_step().saves == []
+
+
+def test_what_the_engine_held_is_saved_at_once() -> None:
+    bench = Bench()
+    request = bench.begin()
+    assert bench.side.lookup("r", 4 * TOKENS) == 0
+    request.num_computed_tokens = 4 * TOKENS
+    (job,) = bench.computes(request, 4).saves
+    assert job.hashes == tuple(request.names())
+
+
 def test_after_a_failed_load_the_request_is_computed_and_saved() -> None:
     bench = Bench()
     request = bench.begin()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from client.vllm.support import check_backends, check_supported
+from client.vllm.support import check_backends, check_company, check_supported
 from kvstore.errors import ConfigError
 
 
@@ -206,3 +206,13 @@ def test_a_backend_that_takes_no_prefix():
     check_backends(SimpleNamespace())
     with pytest.raises(ConfigError, match="CPU_MLA is not supported.*--dtype bfloat16"):
         check_backends(loaded("CPU_ATTN", "CPU_MLA"))
+
+
+def test_company():
+    outer = SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy="recompute")
+    check_company(outer, None)
+    with pytest.raises(ConfigError, match="MultiConnector.* int comes before ours"):
+        check_company(outer, 1)
+    outer.kv_load_failure_policy = "fail"
+    with pytest.raises(ConfigError, match="MultiConnector ends requests.*beside its name"):
+        check_company(outer, None)

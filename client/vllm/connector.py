@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -190,6 +191,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             stages=self._config.parallel_config.pipeline_parallel_size,
             settings=self.settings,
             float8=str(current_platform.fp8_dtype()),
+            # What an attention backend writes into its blocks is its own affair, and may change.
+            engine=f"vllm {vllm.__version__}",
         )
         rank = get_tensor_model_parallel_rank()
         client = client_of(self.settings, namespace, rank // alike)

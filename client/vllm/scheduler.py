@@ -466,7 +466,10 @@ class SchedulerSide:
         request_id, pins = watched.request.request_id, self._pins
         tokens = min(tokens, watched.request.num_tokens)
         planned = self._plan[request_id].planned
-        if pins is None or self._plan.full_blocks(request_id, tokens) <= planned:
+        # Listing the blocks of every request, for nothing, would cost each step some milliseconds.
+        if pins is None or not pins.room:
+            return
+        if self._plan.full_blocks(request_id, tokens) <= planned:
             return
         watched.chain.extend(watched.request.all_token_ids)
         for job in self._plan.saves(request_id, blocks_of(request_id), tokens, pins.room):

@@ -415,6 +415,16 @@ def test_saves_that_find_no_room_to_pin_come_later() -> None:
     assert second.hashes == tuple(request.names()[3:])
 
 
+def test_without_room_to_pin_no_blocks_are_listed() -> None:
+    bench = Bench(pinned_share=3 / 64)
+    bench.computes(bench.begin(), 20)
+
+    def blocks_of(request: str) -> Sequence[int]:
+        raise AssertionError(request)
+
+    bench.side.plan_saves({"r": 0}, blocks_of)
+
+
 def test_what_ends_without_room_is_counted() -> None:
     bench = Bench(pinned_share=3 / 64)
     request = bench.begin()

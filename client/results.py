@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvstore.protocol.messages import ABSENT, DRAM, HBM, SSD
+from kvstore.protocol.messages import ABSENT, DRAM, HBM, REMOTE, SSD
 
-TIER_NAMES: Final = {ABSENT: "absent", HBM: "hbm", DRAM: "dram", SSD: "ssd"}
-"""Names of the tier codes that travel."""
+TIER_NAMES: Final = {ABSENT: "absent", HBM: "hbm", DRAM: "dram", SSD: "ssd", REMOTE: "remote"}
+"""Names of the tier codes that travel; ``remote`` is another node, whatever its tier."""
 
 STORED: Final = 0
 HELD: Final = 1

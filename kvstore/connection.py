@@ -39,6 +39,7 @@ from kvstore.protocol.frames import (
 )
 from kvstore.protocol.messages import (
     Abort,
+    Checksums,
     Exists,
     Follow,
     Get,
@@ -72,7 +73,19 @@ _MOST_WAITING: Final = 256
 
 _NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
-    for kind in (Abort, Exists, Follow, Get, Match, Ping, Release, Reserve, Segments, Write)
+    for kind in (
+        Abort,
+        Checksums,
+        Exists,
+        Follow,
+        Get,
+        Match,
+        Ping,
+        Release,
+        Reserve,
+        Segments,
+        Write,
+    )
 }
 _ENDING: Final = frozenset((Abort, Ping, Release, Segments, Write))
 """What a client may still ask while the node stops, to end what it has begun."""

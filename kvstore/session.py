@@ -37,6 +37,8 @@ from kvstore.protocol.messages import (
     AbortAnswer,
     Answer,
     AnyRequest,
+    Checksums,
+    ChecksumsAnswer,
     Exists,
     ExistsAnswer,
     Follow,
@@ -538,6 +540,35 @@ class Session:
         hashes = JoinedHashes(recorded.hashes)
         return Reply(FollowAnswer(recorded.sequence, recorded.complete, recorded.kinds, hashes))
 
+    def _checksums(self, request: Checksums) -> Handled:
+        entries = self._node.index.lookup(self._shard, request.hashes)
+        unknown = [one for one in entries if one is not None and self._checksum(one) is None]
+        if unknown:
+            return self._checksums_later(entries, unknown)
+        return self._answer_checksums(entries)
+
+    async def _checksums_later(
+        self, entries: Sequence[Entry | None], unknown: Sequence[Entry]
+    ) -> Reply:
+        """Compute what nobody has computed yet; blocks don't change, so it is kept."""
+        self._node.pin(unknown)
+        try:
+            views = [self._node.dram.view(entry.dram, self._size) for entry in unknown]  # type: ignore[arg-type]
+            sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+            for entry, checksum in zip(unknown, sums, strict=True):
+                entry.checksum = checksum
+        finally:
+            self._node.unpin(unknown)
+        return self._answer_checksums(entries)
+
+    def _answer_checksums(self, entries: Sequence[Entry | None]) -> Reply:
+        return Reply(
+            ChecksumsAnswer([None if one is None else self._checksum(one) for one in entries])
+        )
+
+    def _checksum(self, entry: Entry) -> int | None:
+        return None if entry.gone else self._node.checksum(entry)
+
     def _ping(self, request: Ping) -> Reply:
         return Reply(PingAnswer())
 
@@ -563,6 +594,7 @@ def at_once(step: Coroutine[Any, Any, T]) -> T:
 _HANDLERS: Final[dict[type, Any]] = {
     Match: Session._match,
     Exists: Session._exists,
+    Checksums: Session._checksums,
     Follow: Session._follow,
     Release: Session._release,
     Reserve: Session._reserve,

@@ -52,6 +52,7 @@ SOURCES = {
     "hbm": CacheHitSource.DEVICE,
     "dram": CacheHitSource.HOST,
     "ssd": CacheHitSource.DISK,
+    "remote": CacheHitSource.P2P,
 }
 """What vLLM's metrics call our tiers."""
 

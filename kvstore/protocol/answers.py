@@ -18,9 +18,11 @@ __all__ = [
     "HBM",
     "HELD",
     "REFUSED",
+    "REMOTE",
     "SSD",
     "AbortAnswer",
     "Answer",
+    "ChecksumsAnswer",
     "ExistsAnswer",
     "FollowAnswer",
     "GetAnswer",
@@ -36,6 +38,7 @@ ABSENT: Final = 0
 HBM: Final = 1
 DRAM: Final = 2
 SSD: Final = 3
+REMOTE: Final = 4
 
 FILL: Final = 0
 HELD: Final = 1
@@ -45,8 +48,9 @@ REFUSED: Final = 3
 BLOCK_REMOVED: Final = 0
 BLOCK_STORED: Final = 1
 
-_TIERS: Final = bytes((ABSENT, HBM, DRAM, SSD))
-_HELD_TIERS: Final = bytes((HBM, DRAM, SSD))
+_OWN_TIERS: Final = bytes((ABSENT, HBM, DRAM, SSD))
+_TIERS: Final = bytes((ABSENT, HBM, DRAM, SSD, REMOTE))
+_HELD_TIERS: Final = bytes((HBM, DRAM, SSD, REMOTE))
 _VERDICTS: Final = bytes((FILL, HELD, BUSY, REFUSED))
 _FLAGS: Final = bytes((0, 1))
 _KINDS: Final = bytes((BLOCK_REMOVED, BLOCK_STORED))
@@ -111,7 +115,10 @@ class Welcome:
 
 @dataclass(slots=True)
 class MatchAnswer:
-    """Answer to :class:`Match`: the tier of each block of the prefix held, none absent."""
+    """Answer to :class:`Match`: the tier of each block of the prefix held, none absent.
+
+    Blocks that other nodes hold, as far as is known, come last and are ``REMOTE``.
+    """
 
     tiers: bytes
 
@@ -128,7 +135,7 @@ class MatchAnswer:
 
 @dataclass(slots=True)
 class ExistsAnswer:
-    """Answer to :class:`Exists`: a tier for each hash asked about, 0 where absent."""
+    """Answer to :class:`Exists`: a tier of the node for each hash asked about, 0 where absent."""
 
     tiers: bytes
 
@@ -140,7 +147,7 @@ class ExistsAnswer:
     def parse(cls, values: Sequence[object]) -> ExistsAnswer:
         """Check ``values`` and return the answer that they are."""
         fields.arguments(values, 1, "the answer to EXISTS")
-        return cls(fields.codes(values[0], _TIERS, fields.MAX_HASHES, "tiers"))
+        return cls(fields.codes(values[0], _OWN_TIERS, fields.MAX_HASHES, "tiers"))
 
 
 @dataclass(slots=True)
@@ -149,7 +156,8 @@ class GetAnswer:
 
     Attributes:
         lease: names the pins that last until :class:`Release`; 0 where there are none.
-        tiers: the tier that each block asked for came from, 0 for a miss.
+        tiers: the tier that each block asked for came from, 0 for a miss; ``REMOTE`` where the node
+            had to bring it from another one.
         locations: where the blocks found lie, in order, if the transport says so; else ``None``.
     """
 
@@ -272,6 +280,29 @@ class PingAnswer:
         """Check ``values`` and return the answer that they are."""
         fields.arguments(values, 0, "the answer to PING")
         return cls()
+
+
+@dataclass(slots=True)
+class ChecksumsAnswer:
+    """Answer to :class:`Checksums`: the crc32c of each block, ``None`` where it is not held."""
+
+    checksums: list[int | None]
+
+    def values(self) -> list[object]:
+        """Return the values in the order in which they travel."""
+        return [self.checksums]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> ChecksumsAnswer:
+        """Check ``values`` and return the answer that they are."""
+        fields.arguments(values, 1, "the answer to CHECKSUMS")
+        checksums = values[0]
+        if type(checksums) is not list or len(checksums) > fields.MAX_HASHES:
+            fields.wrong(f"checksums must be a list of at most {fields.MAX_HASHES}")
+        for checksum in checksums:
+            if checksum is not None:
+                fields.integer(checksum, 0, 0xFFFF_FFFF, "a checksum")
+        return cls(checksums)
 
 
 @dataclass(slots=True)

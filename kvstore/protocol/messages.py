@@ -6,8 +6,9 @@ id 0 is never answered: a request carries it only where it is one-way (``RELEASE
 only where it speaks of the whole connection (an error, after which the sender closes).
 
 Hashes travel as one blob of 32 bytes each. Tiers travel as one byte per block: 0 absent, 1 hbm,
-2 dram, 3 ssd. Locations, destinations and sources are sequences of 64-bit integers that only the
-transport in use understands; they travel as one blob of 8 bytes each.
+2 dram, 3 ssd, 4 remote (another node holds it). Locations, destinations and sources are sequences
+of 64-bit integers that only the transport in use understands; they travel as one blob of 8 bytes
+each.
 
 All that a peer sent is checked before anything acts on it, by :func:`parse_request_id` (its
 failure is a :class:`ProtocolError`: there is nobody to answer), :func:`parse_request` (an
@@ -32,9 +33,11 @@ from kvstore.protocol.answers import (
     HBM,
     HELD,
     REFUSED,
+    REMOTE,
     SSD,
     AbortAnswer,
     Answer,
+    ChecksumsAnswer,
     ExistsAnswer,
     FollowAnswer,
     GetAnswer,
@@ -48,6 +51,7 @@ from kvstore.protocol.answers import (
 from kvstore.protocol.fields import HASH_BYTES, MAX_HASHES, join_hashes, split_hashes
 from kvstore.protocol.requests import (
     Abort,
+    Checksums,
     Exists,
     Follow,
     Get,
@@ -76,11 +80,14 @@ __all__ = [
     "MAX_REQUEST_ID",
     "PROTOCOL_VERSION",
     "REFUSED",
+    "REMOTE",
     "SSD",
     "Abort",
     "AbortAnswer",
     "Answer",
     "AnyRequest",
+    "Checksums",
+    "ChecksumsAnswer",
     "Exists",
     "ExistsAnswer",
     "Follow",
@@ -122,13 +129,37 @@ MAX_DEADLINE_MS: Final = 86_400_000
 _MAX_MESSAGE: Final = 2_000
 
 AnyRequest: TypeAlias = (
-    Hello | Match | Exists | Get | Release | Reserve | Write | Abort | Segments | Ping | Follow
+    Hello
+    | Match
+    | Exists
+    | Get
+    | Release
+    | Reserve
+    | Write
+    | Abort
+    | Segments
+    | Ping
+    | Follow
+    | Checksums
 )
 A = TypeVar("A", bound=Answer)
 
+_KINDS: Final = (
+    Hello,
+    Match,
+    Exists,
+    Get,
+    Release,
+    Reserve,
+    Write,
+    Abort,
+    Segments,
+    Ping,
+    Follow,
+    Checksums,
+)
 _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
-    kind.op: kind.parse
-    for kind in (Hello, Match, Exists, Get, Release, Reserve, Write, Abort, Segments, Ping, Follow)
+    kind.op: kind.parse for kind in _KINDS
 }
 
 

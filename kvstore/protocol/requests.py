@@ -17,6 +17,7 @@ from kvstore.protocol.answers import (
     FILL,
     AbortAnswer,
     Answer,
+    ChecksumsAnswer,
     ExistsAnswer,
     FollowAnswer,
     GetAnswer,
@@ -30,6 +31,7 @@ from kvstore.protocol.answers import (
 
 __all__ = [
     "Abort",
+    "Checksums",
     "Exists",
     "Follow",
     "Get",
@@ -438,6 +440,31 @@ class Ping:
     def read(self, values: Sequence[object]) -> PingAnswer:
         """Check and return the answer to this request that ``values`` are."""
         return PingAnswer.parse(values)
+
+
+@dataclass(slots=True)
+class Checksums:
+    """Asks for the crc32c of blocks of the client's shard, for what was received to be compared."""
+
+    op: ClassVar[int] = 12
+
+    hashes: Sequence[bytes]
+
+    def arguments(self) -> list[object]:
+        """Return what stands in the header after the deadline."""
+        return [fields.join_hashes(self.hashes)]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> Checksums:
+        """Check ``values`` and return the request that they are."""
+        fields.arguments(values, 1, "CHECKSUMS")
+        return cls(fields.split_hashes(values[0]))
+
+    def read(self, values: Sequence[object]) -> ChecksumsAnswer:
+        """Check and return the answer to this request that ``values`` are."""
+        answer = ChecksumsAnswer.parse(values)
+        _as_many(len(answer.checksums), len(self.hashes), "checksums")
+        return answer
 
 
 @dataclass(slots=True)

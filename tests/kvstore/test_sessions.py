@@ -27,6 +27,7 @@ from kvstore.protocol.messages import (
     HELD,
     REFUSED,
     Abort,
+    Checksums,
     Exists,
     Get,
     Match,
@@ -39,7 +40,7 @@ from kvstore.protocol.messages import (
 from tests.kvstore.peer import BLOCK, Peer, content
 from tests.kvstore.shared_peer import SharedPeer
 from tests.kvstore.victim import CHAIN
-from tests.kvstore.watched import Watched, chain, connected, name
+from tests.kvstore.watched import Operator, Watched, chain, connected, name
 from tests.running import make_config, wait_for
 
 
@@ -509,3 +510,32 @@ def test_get_of_nothing_finds_nothing(careful: Watched, tmp_path: Path) -> None:
             assert (answer.tiers, answer.lease, payload) == (b"", 0, b"")
         assert peer.ask(Match([]))[0].tiers == b""
         assert peer.ask(Reserve(ROOT_PARENT, []))[0].verdicts == b""
+
+
+# --- checksums for other nodes --------------------------------------------------------------------
+
+
+def test_checksums_are_those_of_the_bytes_and_are_computed_once(daemon: Watched) -> None:
+    hashes = chain("summed", length=3)
+    with connected(daemon) as peer:
+        peer.put(hashes)
+        wanted = [crc32c(content(block)) for block in hashes]
+        answer = peer.ask(Checksums([*hashes, name("absent")]))[0]
+        assert answer.checksums == [*wanted, None]
+        entry = daemon.daemon.node.index.find(hashes[1])[0]
+        assert entry.checksum == wanted[1]
+        assert entry.dram is not None
+        daemon.call(daemon.daemon.node.dram.view(entry.dram, 1).__setitem__, 0, 255)
+        assert peer.ask(Checksums(hashes))[0].checksums == wanted
+
+
+def test_checksums_of_blocks_on_ssd_need_no_reading(tmp_path: Path) -> None:
+    hashes = chain("below", length=20)
+    with Watched(make_config(tmp_path, ssd={"capacity": "32MiB"})) as daemon:
+        with connected(daemon) as peer:
+            peer.put(hashes)
+            Operator(daemon).flush("dram")
+            assert peer.ask(Match(hashes))[0].tiers == b"\3" * 20
+            answer = peer.ask(Checksums(hashes))[0]
+            assert answer.checksums == [crc32c(content(block)) for block in hashes]
+        assert daemon.metrics.ssd_read_seconds.count == 0

@@ -1,0 +1,172 @@
+"""What a node knows of the members of its pool, itself among them. Pure.
+
+Leases end by Redis's clock and by nobody else's: a node learns that it is no member any more by
+being told so, and that another is none by its absence from the roster. Numbers are given in order,
+each with its entry in the roster, so a number up to the last one given that is not in the roster
+names nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvstore.directory.interface import NOBODY, Member
+from kvstore.directory.names import pack_numbers
+
+_FIELDS: Final = ("node", "incarnation", "host", "data", "control")
+_LARGEST: Final = 16_384
+_MOST_FIGURES: Final = 256
+
+
+def encode_member(member: Member) -> bytes:
+    """The record of a member."""
+    return json.dumps({field: getattr(member, field) for field in _FIELDS}).encode()
+
+
+def decode_member(number: int, record: bytes) -> Member | None:
+    """The member of a record; None where it makes no sense, as an other version's may not."""
+    fields = _object(record)
+    texts = [value for field in _FIELDS if isinstance(value := fields.get(field), str)]
+    if len(texts) != len(_FIELDS) or not 0 < number < 1 << 32:
+        return None
+    node, incarnation, host, data, control = texts
+    return Member(number, node, incarnation, host, data, control)
+
+
+def encode_summary(summary: Mapping[str, float]) -> bytes:
+    """A summary, as it is told."""
+    return json.dumps(dict(summary)).encode()
+
+
+def decode_summary(text: bytes) -> dict[str, float] | None:
+    """The figures of a summary; None where it makes no sense."""
+    figures = _object(text)
+    if len(figures) > _MOST_FIGURES:
+        return None
+    return {
+        str(key): float(value)
+        for key, value in figures.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _object(text: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(text) if len(text) <= _LARGEST else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """How far the pool's membership has come.
+
+    Attributes:
+        changes: how often members came or went.
+        deaths: how often members went.
+        swept: up to which of ``deaths`` their locations have been swept away.
+    """
+
+    changes: int = -1
+    deaths: int = 0
+    swept: int = 0
+
+
+class Membership:
+    """This node's membership, and the others.
+
+    Args:
+        member: this node, without a number.
+
+    Attributes:
+        record: of this node.
+        me: None while this node is no member, as far as it knows.
+        others: live members by number.
+        before: number of the membership that lapsed last, ``NOBODY`` if none did.
+        version: as the directory said last.
+        last: the number given last in the pool, as of the roster.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.record = encode_member(member)
+        self.me: Member | None = None
+        self.others: Mapping[int, Member] = {}
+        self.before = NOBODY
+        self.version = Version()
+        self.last = NOBODY
+        self._member = member
+        self._live = b""
+        self._read = Version()
+
+    @property
+    def live(self) -> bytes:
+        """The numbers of the others, packed."""
+        return self._live
+
+    @property
+    def stale(self) -> bool:
+        """Whether the roster has changed since it was read."""
+        return self._read.changes != self.version.changes
+
+    def joined(self, number: int) -> bool:
+        """Take note of the number given; returns whether it is the one of before."""
+        self.me = replace(self._member, number=number)
+        same = number == self.before
+        self.before = number
+        self._read = Version()
+        return same
+
+    def lapsed(self) -> None:
+        """Take note that the directory does not know this node as a member."""
+        self.me = None
+
+    def left(self) -> None:
+        """Take note that this node is no member any more, and won't be again under its number."""
+        self.me = None
+        self.before = NOBODY
+        self.others = {}
+        self._live = b""
+
+    def heard(self, version: Version) -> None:
+        """Take note of what the directory says to a heartbeat."""
+        self.version = version
+
+    def roster(
+        self,
+        last: int,
+        numbers: Sequence[int],
+        records: Mapping[int, bytes],
+        summaries: Mapping[int, bytes],
+    ) -> None:
+        """Take over the roster.
+
+        Args:
+            last: the number given last.
+            numbers: all members.
+            records: of those that were not known.
+            summaries: by number, of those for which there is one; all others keep theirs.
+        """
+        mine = self.me.number if self.me else NOBODY
+        others: dict[int, Member] = {}
+        for number in numbers:
+            member = self.others.get(number)
+            if number in records:
+                member = decode_member(number, records[number])
+            if member is None or number == mine:
+                continue
+            if number in summaries:
+                member = replace(member, summary=decode_summary(summaries[number]))
+            others[number] = member
+        self.others = others
+        self.last = last
+        self._live = pack_numbers(others)
+        self._read = self.version
+
+    def dead(self, number: int) -> bool:
+        """Whether a number is known to name nobody."""
+        mine = self.me.number if self.me else NOBODY
+        return number <= self.last and number not in self.others and number != mine

@@ -19,6 +19,7 @@ IN_SSD: Final = 2
 COMMITTED: Final = 4
 USED: Final = 8
 GONE: Final = 16
+REPLICA: Final = 32
 
 ABSENT_CODE: Final = 0
 HBM_CODE: Final = 1
@@ -52,7 +53,7 @@ class Entry(Link):
         ssd: extent in the SSD tier, or None.
         pins: readers and writers that need its extents to stay; changed by `Index.pin`, `unpin`.
         state: bits: `IN_DRAM`, `IN_SSD`, `COMMITTED`, `USED` (since it was written to SSD), `GONE`
-            (dropped or aborted). Neither committed nor gone means reserved.
+            (dropped or aborted), `REPLICA`. Neither committed nor gone means reserved.
         created: when it was reserved, seconds on the caller's clock.
         last_use: when it was last touched, same clock.
         checksum: crc32c of the payload, or None while nobody has computed it.
@@ -111,6 +112,11 @@ class Entry(Link):
     def gone(self) -> bool:
         """Whether the block was dropped, or its reservation aborted."""
         return bool(self.state & GONE)
+
+    @property
+    def replica(self) -> bool:
+        """Whether another node has the block too, as far as is known, so that it goes first."""
+        return bool(self.state & REPLICA)
 
     @property
     def tier_code(self) -> int:

@@ -8,7 +8,8 @@ Pure and synchronous: no I/O, no clock, no locks. Rules that hold between any tw
 * The index never frees an extent. Whoever drops or displaces gets to know the entry and frees its
   extents, at once if it has no pins, else when `unpin` says that the last one is off.
 
-Only DRAM residents are ordered by a policy. SSD space comes back by the region, and which residents
+Only DRAM residents are ordered, by a policy. Replicas, blocks that another node has too, are in an
+order of their own and go before all others. SSD space comes back by the region, and which residents
 of a region are worth writing anew is answered by `Entry.worth_keeping_on_ssd`.
 """
 
@@ -18,10 +19,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Final, Literal
 
-from kvstore.entry import COMMITTED, GONE, IN_DRAM, IN_SSD, TIER_CODES, USED, Entry, ShardIndex
+from kvstore.entry import (
+    COMMITTED,
+    GONE,
+    IN_DRAM,
+    IN_SSD,
+    REPLICA,
+    TIER_CODES,
+    USED,
+    Entry,
+    ShardIndex,
+)
 from kvstore.errors import ParentAbsent
 from kvstore.identity import HASH_BYTES, ROOT_PARENT
-from tiers.links import HELD, PARKED
+from tiers.links import HELD, PARKED, Link
+from tiers.lru import Lru
 from tiers.policy import Policy
 
 TierName = Literal["dram", "ssd"]
@@ -42,10 +54,15 @@ class Index:
 
     Args:
         policy: the order in which DRAM gives up its blocks.
+
+    Attributes:
+        policy: has the blocks of DRAM that are no replicas.
+        replicas: has those that are. Whatever the policy, that longest unused goes first.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.replicas = Lru(1)
         self._shards: dict[tuple[bytes, int], ShardIndex] = {}
 
     # Shards
@@ -119,7 +136,15 @@ class Index:
 
     # Coming
 
-    def reserve(self, shard: ShardIndex, hash: bytes, parent_hash: bytes, now: float) -> Entry:
+    def reserve(
+        self,
+        shard: ShardIndex,
+        hash: bytes,
+        parent_hash: bytes,
+        now: float,
+        *,
+        replica: bool = False,
+    ) -> Entry:
         """Announce a block that is about to be written. It isn't served before `commit`.
 
         Args:
@@ -128,6 +153,7 @@ class Index:
             parent_hash: hash of the block before it, which is held or reserved; `ROOT_PARENT` for
                 the first of a prompt.
             now: seconds on the caller's clock.
+            replica: whether another node has the block too: then it is to go before others.
 
         Raises:
             ParentAbsent: no block has the hash `parent_hash`.
@@ -142,6 +168,8 @@ class Index:
             if parent is None:
                 raise ParentAbsent(f"no block {parent_hash.hex()} to follow")
         entry = Entry(shard, hash, parent, now)
+        if replica:
+            entry.state = REPLICA
         if parent is not None:
             _adopt(parent, entry)
         shard.reserved[hash] = entry
@@ -162,7 +190,7 @@ class Index:
         finally:
             for entry in reversed(entries[:done]):
                 if entry.state & IN_DRAM:
-                    self.policy.insert(entry)
+                    self._order_of(entry).insert(entry)
 
     def _commit_one(self, entry: Entry, now: float) -> None:
         if not entry.reserved or not entry.state & (IN_DRAM | IN_SSD):
@@ -207,13 +235,13 @@ class Index:
             entry.shard.in_dram += 1
             entry.state |= IN_DRAM
             if entry.state & COMMITTED:
-                self.policy.insert(entry)
+                self._order_of(entry).insert(entry)
             return
         entry.ssd = extent
         entry.shard.in_ssd += 1
         entry.state = (entry.state | IN_SSD) & ~USED
         if entry.queue & HELD:
-            self.policy.release(entry)
+            self._order_of(entry).release(entry)
 
     def displace(self, entry: Entry, tier: TierName, *, evicted: bool = True) -> int:
         """Note that a block has left `tier`.
@@ -239,7 +267,7 @@ class Index:
             extent, entry.dram = entry.dram, None
             entry.shard.in_dram -= 1
             if entry.queue:
-                self.policy.remove(entry, evicted=evicted)
+                self._order_of(entry).remove(entry, evicted=evicted)
         else:
             extent, entry.ssd = entry.ssd, None
             entry.shard.in_ssd -= 1
@@ -272,7 +300,26 @@ class Index:
         for entry in entries:
             entry.last_use = now
             entry.state |= USED
+        if len(self.replicas):
+            self.replicas.touch([entry for entry in reversed(entries) if entry.state & REPLICA])
+            entries = [entry for entry in entries if not entry.state & REPLICA]
         self.policy.touch(reversed(entries))
+
+    def own(self, entries: Sequence[Entry]) -> None:
+        """Make replicas blocks like others, where no other node has them any more.
+
+        Args:
+            entries: given from root to leaf. Those that are no replicas, or gone, stay as they are.
+        """
+        for entry in reversed(entries):
+            if not entry.state & REPLICA or entry.state & GONE:
+                continue
+            ordered = entry.queue
+            if ordered:
+                self.replicas.remove(entry, evicted=False)
+            entry.state &= ~REPLICA
+            if ordered:
+                self.policy.insert(entry)
 
     def renew(self, entries: Iterable[Entry], now: float) -> None:
         """Note that blocks were followed by a new one: they are as recent as it is.
@@ -301,7 +348,7 @@ class Index:
             entry.pins -= 1
             if not entry.pins:
                 if entry.queue & PARKED:
-                    self.policy.release(entry)
+                    self._order_of(entry).release(entry)
                 elif entry.state & GONE:
                     free.append(entry)
         return free
@@ -309,7 +356,7 @@ class Index:
     # Going
 
     def victims(self, tier: Literal["dram"] = "dram", *, parents: bool = False) -> Iterator[Entry]:
-        """Entries to take out of DRAM, next to go first.
+        """Entries to take out of DRAM, next to go first: replicas, then others as the policy says.
 
         Skips what is pinned. Skips parents whose only copy is here, unless `parents`: these can't
         go without all that follows them. What is skipped is set aside until its last pin or child
@@ -318,19 +365,28 @@ class Index:
         The caller may do anything between two steps. What it leaves as it is isn't offered again
         by this scan; a parent that it frees by dropping the last child comes next.
         """
-        for item in self.policy.victims(held=parents):
+        for item in self._line(parents):
             assert isinstance(item, Entry)
             if not self._set_aside(item, parents):
                 yield item
                 if item.queue:
                     self._set_aside(item, parents)
 
+    def _line(self, held: bool) -> Iterator[Link]:
+        others = self.policy.victims(held=held)
+        if not len(self.replicas):
+            return others
+        return _replicas_first(self.replicas.watch(held=held), others)
+
+    def _order_of(self, entry: Entry) -> Policy:
+        return self.replicas if entry.state & REPLICA else self.policy
+
     def _set_aside(self, entry: Entry, parents: bool) -> bool:
         if entry.pins:
-            self.policy.park(entry)
+            self._order_of(entry).park(entry)
             return True
         if not parents and entry.first_child is not None and not entry.state & IN_SSD:
-            self.policy.hold(entry)
+            self._order_of(entry).hold(entry)
             return True
         return False
 
@@ -359,13 +415,13 @@ class Index:
         for one in gone:
             self._remove(one, evicted)
         if parent is not None and parent.first_child is None and parent.queue & HELD:
-            self.policy.release(parent)
+            self._order_of(parent).release(parent)
         return gone
 
     def _remove(self, entry: Entry, evicted: bool) -> None:
         shard = entry.shard
         if entry.queue:
-            self.policy.remove(entry, evicted=evicted)
+            self._order_of(entry).remove(entry, evicted=evicted)
         if entry.state & COMMITTED:
             del shard.committed[entry.hash]
             if shard.feed is not None:
@@ -430,6 +486,11 @@ def _prefix_codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
 def _until_absent(codes: bytes) -> bytes:
     end = codes.find(0)
     return codes if end < 0 else codes[:end]
+
+
+def _replicas_first(replicas: Iterator[Link | None], others: Iterator[Link]) -> Iterator[Link]:
+    while (item := next(replicas, None) or next(others, None)) is not None:
+        yield item
 
 
 def _adopt(parent: Entry, child: Entry) -> None:

@@ -224,7 +224,8 @@ class Node:
 
     def _fit_policy(self) -> None:
         """Tell the policy how many blocks a full DRAM holds, going by the sizes of those held."""
-        policy, held = self.index.policy, len(self.index.policy) + self.metrics.reservations
+        policy = self.index.policy
+        held = len(policy) + len(self.index.replicas) + self.metrics.reservations
         if not held or not self.dram.used:
             return
         fitting = max(held * self.dram.capacity // self.dram.used, 1)

@@ -135,17 +135,26 @@ class Queue:
         Anything may happen to the queue between two steps. An item that stays where it was is not
         seen again.
         """
+        steps = self.watch(held) if held else _walk(self.line)
+        return iter(steps.__next__, None)
+
+    def watch(self, held: bool) -> Iterator[Link | None]:
+        """A scan without end: None where nothing is left, until something is released again."""
         if held:
-            yield from _walk(self._held)
+            yield from iter(_walk(self._held).__next__, None)
         yield from _walk(self.line)
 
 
-def _walk(line: Link) -> Iterator[Link]:
+def _walk(line: Link) -> Iterator[Link | None]:
     cursor = Link()
     cursor.queue = _CURSOR
     link_after(line, cursor)
     try:
-        while (item := cursor.next) is not line:
+        while True:
+            item = cursor.next
+            if item is line:
+                yield None
+                continue
             unlink(cursor)
             link_after(item, cursor)
             if item.queue != _CURSOR:

@@ -101,6 +101,10 @@ class SingleQueue(Policy):
         """Items from the cold end on."""
         return self._queue.scan(held)
 
+    def watch(self, *, held: bool = False) -> Iterator[Link | None]:
+        """As `victims`, without end: None where nothing is left, until something is released."""
+        return self._queue.watch(held)
+
     def queue_of(self, item: Link) -> Queue:
         """The one queue."""
         return self._queue

@@ -9,7 +9,7 @@ from tiers.links import HELD, OUTSIDE, PARKED
 
 def check(index: Index) -> None:
     """Fail where a rule of `kvstore.index` is broken."""
-    residents = 0
+    residents = replicas = 0
     for shard in index.shards:
         assert not shard.committed.keys() & shard.reserved.keys()
         entries = [*shard.committed.values(), *shard.reserved.values()]
@@ -19,8 +19,11 @@ def check(index: Index) -> None:
         assert shard.in_ssd == sum(entry.ssd is not None for entry in entries)
         assert shard.dram_bytes == shard.in_dram * shard.block_bytes
         assert shard.ssd_bytes == shard.in_ssd * shard.block_bytes
-        residents += sum(entry.queue != OUTSIDE for entry in entries)
-    assert len(index.policy) == residents
+        ordered = [entry.replica for entry in entries if entry.queue != OUTSIDE]
+        residents += len(ordered)
+        replicas += sum(ordered)
+    assert len(index.policy) == residents - replicas
+    assert len(index.replicas) == replicas
 
 
 def _check_entry(shard: ShardIndex, entry: Entry) -> None:

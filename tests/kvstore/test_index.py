@@ -15,7 +15,7 @@ from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT
 from kvstore.index import AlreadyPresent, Index, TierName
 from tests.kvstore.index_rules import check
-from tiers.links import Link
+from tiers.links import PARKED, Link
 from tiers.policies import POLICIES, make_policy
 
 BLOCK = 4096
@@ -38,11 +38,12 @@ def chain(
     parent: bytes = ROOT_PARENT,
     tier: TierName = "dram",
     now: float = 0.0,
+    replica: bool = False,
 ) -> list[Entry]:
     """Commit blocks, each the parent of the next."""
     entries = []
     for number in numbers:
-        entry = index.reserve(shard, block_hash(number), parent, now)
+        entry = index.reserve(shard, block_hash(number), parent, now, replica=replica)
         index.place(entry, tier, number)
         entries.append(entry)
         parent = entry.hash
@@ -61,6 +62,7 @@ class Block:
     extents: dict[str, int] = field(default_factory=dict)
     pins: int = 0
     used: bool = False
+    replica: bool = False
 
     def code(self) -> int:
         if not self.committed:
@@ -119,8 +121,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     # What may happen
 
-    @rule(shard=st.integers(0, 1), number=st.integers(1, 9), data=st.data())
-    def reserve(self, shard: int, number: int, data: st.DataObject) -> None:
+    @rule(shard=st.integers(0, 1), number=st.integers(1, 9), replica=st.booleans(), data=st.data())
+    def reserve(self, shard: int, number: int, replica: bool, data: st.DataObject) -> None:
         name = block_hash(number)
         parents = [ROOT_PARENT, block_hash(99)]
         parents += [hash for place, hash in self.blocks if place == shard]
@@ -133,10 +135,11 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(ParentAbsent):
                 self.index.reserve(self.shards[shard], name, parent, self.now)
         else:
-            entry = self.index.reserve(self.shards[shard], name, parent, self.now)
+            entry = self.index.reserve(self.shards[shard], name, parent, self.now, replica=replica)
             assert entry.reserved
             assert entry.parent_hash == parent
-            self.blocks[shard, name] = Block(entry, shard, self.blocks.get((shard, parent)))
+            block = Block(entry, shard, self.blocks.get((shard, parent)), replica=replica)
+            self.blocks[shard, name] = block
 
     @rule(data=st.data(), tier=st.sampled_from(TIERS))
     def place(self, data: st.DataObject, tier: TierName) -> None:
@@ -232,6 +235,15 @@ class IndexMachine(RuleBasedStateMachine):
             self.blocks[last.shard, entry.hash].used = True
 
     @rule(data=st.data())
+    def own(self, data: st.DataObject) -> None:
+        last = self.pick(data)
+        if last is None:
+            return
+        self.index.own([*last.entry.path(), *(one.entry for one in self.gone[-1:])])
+        for entry in last.entry.path():
+            self.blocks[last.shard, entry.hash].replica = False
+
+    @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         block = self.pick(data)
         if block is not None:
@@ -269,12 +281,18 @@ class IndexMachine(RuleBasedStateMachine):
         expected = [block for block in self.blocks.values() if self.evictable(block, parents)]
         assert len(offered) == len(expected)
         assert {id(entry) for entry in offered} == {id(block.entry) for block in expected}
+        assert [entry.replica for entry in offered] == sorted(
+            (block.replica for block in expected), reverse=True
+        )
 
     @rule(parents=st.booleans(), number=st.integers(1, 4))
     def make_room(self, parents: bool, number: int) -> None:
         for entry in islice(self.index.victims(parents=parents), number):
             block = self.blocks[entry.shard.number, entry.hash]
             assert self.evictable(block, parents)
+            assert block.replica or not any(
+                other.replica and self.evictable(other, parents) for other in self.blocks.values()
+            )
             if "ssd" in block.extents:
                 self.index.displace(entry, "dram")
                 del block.extents["dram"]
@@ -306,6 +324,7 @@ class IndexMachine(RuleBasedStateMachine):
             )
             assert entry.pins == block.pins
             assert entry.tier_code == block.code()
+            assert entry.replica is block.replica
             alone = len(self.below(block)) == 1
             assert entry.worth_keeping_on_ssd is (block.used or not alone)
 
@@ -429,6 +448,73 @@ def test_lru_gives_up_the_end_of_the_prefix_longest_unused() -> None:
     index.touch(old[:2], 2.0)
     order = [victim.hash[0] for victim in index.victims(parents=True)]
     assert order == [3, 5, 4, 2, 1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_go_before_others_the_longest_unused_first(policy: str) -> None:
+    index, shard = new_index(policy)
+    chain(index, shard, [1, 2])
+    old = chain(index, shard, [3, 4], replica=True)
+    chain(index, shard, [5, 6], replica=True)
+    index.touch(old, 1.0)
+    order = []
+    for victim in index.victims():
+        order.append(victim.hash[0])
+        index.drop(victim)
+    assert order[:4] == [6, 5, 4, 3]
+    assert sorted(order[4:]) == [1, 2]
+
+
+def test_a_replica_that_others_follow_waits_for_them_and_comes_next() -> None:
+    index, shard = new_index()
+    replicas = chain(index, shard, [1, 2], replica=True)
+    chain(index, shard, [3], parent=replicas[-1].hash)
+    chain(index, shard, [4])
+    assert [victim.hash[0] for victim in index.victims()] == [3, 4]
+    order = []
+    for victim in index.victims():
+        order.append(victim.hash[0])
+        index.drop(victim)
+    assert order == [3, 2, 1, 4]
+
+
+def test_a_replica_that_is_owned_goes_when_the_policy_says() -> None:
+    index, shard = new_index()
+    chain(index, shard, [1])
+    replicas = chain(index, shard, [2, 3], replica=True)
+    chain(index, shard, [4], replica=True)
+    index.pin(replicas[:1])
+    assert [victim.hash[0] for victim in index.victims()] == [3, 4, 1]
+    index.own(replicas)
+    index.own(replicas)
+    check(index)
+    assert [entry.replica for entry in replicas] == [False, False]
+    assert [victim.hash[0] for victim in index.victims()] == [4, 1, 3]
+    index.unpin(replicas[:1])
+    index.drop(replicas[1])
+    assert [victim.hash[0] for victim in index.victims()] == [4, 2, 1]
+
+
+def test_a_use_moves_replicas_and_others_each_in_their_order() -> None:
+    index, shard = new_index()
+    first, second = chain(index, shard, [1]), chain(index, shard, [2])
+    third = chain(index, shard, [3], parent=first[0].hash, replica=True)
+    chain(index, shard, [4], replica=True)
+    index.touch([*first, *third], 1.0)
+    assert [victim.hash[0] for victim in index.victims(parents=True)] == [4, 3, 2, 1]
+    assert [entry.last_use for entry in (*first, *second, *third)] == [1.0, 0.0, 1.0]
+
+
+def test_making_room_steps_over_pinned_replicas_once() -> None:
+    index = Index(make_policy("lru", 20_000))
+    shard = index.shard(b"n" * 32, 0, BLOCK)
+    stuck = [chain(index, shard, [number], replica=True)[0] for number in range(1, 1_001)]
+    index.pin(stuck)
+    for number in range(20_000, 20_010):
+        (entry,) = chain(index, shard, [number])
+        assert next(index.victims()) is entry
+        assert all(one.queue & PARKED for one in stuck)
+        index.drop(entry)
 
 
 def test_a_parent_may_leave_dram_before_its_children_if_it_has_a_copy() -> None:

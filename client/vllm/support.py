@@ -105,6 +105,11 @@ def _configured(vllm_config: Any) -> Iterator[str]:
         )
     if getattr(model, "is_encoder_decoder", False):
         yield f"encoder-decoder models are not supported; {_WITHOUT}"
+    if getattr(model, "runner_type", "") == "pooling" and not model.is_prefix_caching_supported:
+        yield (
+            "this pooling is not supported, because it needs all of a prompt to be computed at "
+            f"once; pool the last token (seq_pooling_type LAST), or {_WITHOUT}"
+        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         yield (
             "weights that are replaced while the engine runs (weight_transfer_config) are not "

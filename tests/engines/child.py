@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from prometheus_client import REGISTRY
 from vllm import EngineArgs, SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, PoolerConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -30,7 +30,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engines.asking import Answer, Ask
 
-_CONFIGS = {"kv_transfer_config": KVTransferConfig, "kv_events_config": KVEventsConfig}
+_CONFIGS = {
+    "kv_transfer_config": KVTransferConfig,
+    "kv_events_config": KVEventsConfig,
+    "pooler_config": PoolerConfig,
+}
 _IDLE = 0.001  # seconds, as vLLM's own loop lets other threads run while it only waits
 
 

@@ -208,6 +208,18 @@ def test_mistakes_end_the_start(start_engine: StartEngine) -> None:
         each.kill()
 
 
+def test_pooling_that_takes_no_prefix_ends_the_start(
+    start_engine: StartEngine, shared_daemon: DaemonProcess
+) -> None:
+    with pytest.raises(EngineFailed, match="this pooling is not supported"):
+        start_engine(
+            kv_transfer_config=node.connector(shared_daemon),
+            runner="pooling",
+            convert="embed",
+            pooler_config={"seq_pooling_type": "MEAN"},
+        )
+
+
 def test_a_backend_that_takes_no_prefix_ends_the_start(
     start_engine: StartEngine, tmp_path: Path, shared_daemon: DaemonProcess
 ) -> None:

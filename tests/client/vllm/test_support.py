@@ -171,6 +171,18 @@ def test_caches_that_are_refused(groups, expected):
         check_supported(engine(), groups)
 
 
+def test_pooling():
+    def pooling(of_suffixes: bool) -> Any:
+        return engine(
+            model_config__runner_type="pooling",
+            model_config__is_prefix_caching_supported=of_suffixes,
+        )
+
+    check_supported(pooling(True), caches(FullAttentionSpec()))
+    with pytest.raises(ConfigError, match="this pooling is not supported"):
+        check_supported(pooling(False), caches(FullAttentionSpec()))
+
+
 def test_several_groups_that_could_be_one():
     config = engine(scheduler_config__disable_hybrid_kv_cache_manager=False)
     with pytest.raises(ConfigError, match="start it with --disable-hybrid-kv-cache-manager"):

@@ -129,6 +129,10 @@ class Metrics:
     """Blocks offered by put, by what became of them."""
     pulls: Counter[PutOutcome] = field(default_factory=Counter)
     """Blocks that other nodes hold and this one wanted, by what became of them."""
+    pulled_blocks: Counter[str] = field(default_factory=Counter)
+    """Blocks received from other nodes, by the node's name."""
+    pulled_bytes: Counter[str] = field(default_factory=Counter)
+    """Likewise in bytes."""
     evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)
     """Extents given up, by tier and reason."""
     demotions: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -174,6 +178,11 @@ class Metrics:
     def moved(self, transport: str, direction: Direction, size: int) -> None:
         """Count payload bytes towards (``in``) or from (``out``) the node."""
         self.moved_bytes[transport, direction] += size
+
+    def pulled(self, node: str, blocks: int, size: int) -> None:
+        """Count blocks, of ``size`` bytes together, that came from another node."""
+        self.pulled_blocks[node] += blocks
+        self.pulled_bytes[node] += size
 
     def latencies(self) -> dict[str, Histogram]:
         """The histograms by operation: match, get, put, ssd_read, ssd_write."""

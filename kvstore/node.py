@@ -153,6 +153,7 @@ class Node:
         number: int,
         most: int,
         outcomes: Counter[PutOutcome] | None = None,
+        replica: bool = False,
     ) -> tuple[bytes, Reservation | None]:
         """Reserve what is missing of a chain of blocks.
 
@@ -164,6 +165,7 @@ class Node:
             number: the reservation's name.
             most: blocks that may be reserved at most.
             outcomes: where to count what becomes of the blocks; the puts by default.
+            replica: whether another node has the blocks, so that they are to go before others.
 
         Returns:
             A verdict for each hash, and the reservation if any block is to be filled.
@@ -180,7 +182,9 @@ class Node:
         self._fit_policy()
         now = self.clock()
         blocks: dict[int, Entry] = {}
-        verdicts = self._reserve_chain(shard, owner, parent, hashes, most, now, blocks)
+        verdicts = self._reserve_chain(
+            shard, owner, parent, hashes, most, now, blocks, replica=replica
+        )
         for outcome, verdict in (("held", HELD), ("busy", BUSY), ("refused", REFUSED)):
             outcomes[outcome] += verdicts.count(verdict)  # type: ignore[index]
         if not blocks:
@@ -198,6 +202,8 @@ class Node:
         most: int,
         now: float,
         blocks: dict[int, Entry],
+        *,
+        replica: bool,
     ) -> bytearray:
         """Fill ``blocks`` with what was reserved, by position; return a verdict for each hash."""
         verdicts = bytearray()
@@ -209,7 +215,9 @@ class Node:
                 # Whoever writes this block most likely writes what follows as well.
                 break
             elif len(blocks) == most or not (
-                entry := self._reserve_one(shard, owner, parent, block, now, victims, not position)
+                entry := self._reserve_one(
+                    shard, owner, parent, block, now, victims, not position, replica
+                )
             ):
                 verdicts.append(REFUSED)
                 break
@@ -241,9 +249,10 @@ class Node:
         now: float,
         victims: Iterator[Entry],
         is_first: bool,
+        replica: bool,
     ) -> Entry | None:
         try:
-            entry = self.index.reserve(shard, block, parent, now)
+            entry = self.index.reserve(shard, block, parent, now, replica=replica)
         except ParentAbsent:
             if is_first:
                 raise

@@ -25,6 +25,8 @@ from kvstore.protocol.messages import (
     MAX_HASHES,
     PROTOCOL_VERSION,
     Answer,
+    Checksums,
+    ChecksumsAnswer,
     Exists,
     Get,
     GetAnswer,
@@ -50,6 +52,7 @@ class Greeting:
         shard: of each block.
         token: what the peer wants to see of sessions, if anything.
         name: what the peer's log calls this node.
+        incarnation: which start of the node is meant; any where empty.
     """
 
     host: str
@@ -58,6 +61,7 @@ class Greeting:
     shard: int
     token: str | None = field(repr=False, default=None)
     name: str = ""
+    incarnation: str = ""
 
     def hello(self, halves: Mapping[str, ClientTransport]) -> Hello:
         """The request that opens the session and offers these transports, the best first."""
@@ -80,10 +84,12 @@ class Getting:
     Attributes:
         call: the request.
         named: what the transport told the peer of the memory.
+        sums: the request for the checksums of the blocks, where they are wanted.
     """
 
     call: Call[GetAnswer]
     named: Sequence[int] | None
+    sums: Call[ChecksumsAnswer] | None = None
 
 
 class PeerSession:
@@ -146,6 +152,8 @@ class PeerSession:
         self, greeting: Greeting, halves: Mapping[str, ClientTransport], deadline: float
     ) -> None:
         self.welcome = welcome = await self._ask(greeting.hello(halves), deadline)
+        if greeting.incarnation not in ("", welcome.incarnation):
+            raise Unavailable(f"another start of {welcome.node} answers than the one that is meant")
         expected = greeting.namespace.block_bytes
         if welcome.block_bytes != expected:
             raise NamespaceMismatch(
@@ -193,7 +201,12 @@ class PeerSession:
         return tiers
 
     def begin_get(
-        self, hashes: Sequence[bytes], into: Sequence[memoryview], deadline: float
+        self,
+        hashes: Sequence[bytes],
+        into: Sequence[memoryview],
+        deadline: float,
+        *,
+        checksums: bool = False,
     ) -> Getting:
         """Ask for blocks.
 
@@ -201,6 +214,7 @@ class PeerSession:
             hashes: the blocks.
             into: the memory for each; must not be used otherwise until the call has ended.
             deadline: when to give up.
+            checksums: whether to ask for :meth:`checksums`, too.
 
         Raises:
             KVStoreError: nothing can be asked of the peer any more.
@@ -216,8 +230,10 @@ class PeerSession:
             self.close(Unavailable(str(error)))
             raise Unavailable(f"no memory can be named to the peer: {error}") from error
         try:
+            # Before the blocks: the peer computes them while it sends.
+            sums = self._begin(Checksums(hashes), deadline, None) if checksums else None
             request = Get(hashes, destinations=named)
-            return Getting(self._begin(request, deadline, landing), named)
+            return Getting(self._begin(request, deadline, landing), named, sums)
         except BaseException:
             transport.done(named)
             raise
@@ -240,11 +256,28 @@ class PeerSession:
             self.close(ProtocolError(f"the peer named memory that is not there: {error}"))
             raise Unavailable(f"the session with the peer has ended: {error}") from error
         finally:
-            self.give_up(getting)
+            self._leave(getting)
         return answer.tiers
+
+    async def checksums(self, getting: Getting) -> list[int | None]:
+        """Wait for the crc32c of blocks that were asked for with their checksums.
+
+        Returns:
+            One for each block, None where the peer does not hold it any more.
+
+        Raises:
+            KVStoreError: there is no answer by the deadline.
+        """
+        assert getting.sums is not None
+        return (await self._finish(getting.sums)).checksums
 
     def give_up(self, getting: Getting) -> None:
         """Make sure that nothing is written to the memory of a get any more; may come twice."""
+        if getting.sums is not None and not getting.sums.done:
+            self._done(self._caller.abandon(getting.sums))
+        self._leave(getting)
+
+    def _leave(self, getting: Getting) -> None:
         self._abandon(getting.call)
         named, getting.named = getting.named, None
         if named is not None and self._transport is not None:

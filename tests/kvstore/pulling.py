@@ -38,9 +38,12 @@ class Home:
         daemon: where the blocks are wanted.
         port: of the other node, on this machine.
         tcp: whether to offer no other transport.
+        verify: whether to ask for checksums; few scripts answer them.
     """
 
-    def __init__(self, daemon: Watched, port: int, *, tcp: bool = True) -> None:
+    def __init__(
+        self, daemon: Watched, port: int, *, tcp: bool = True, verify: bool = False
+    ) -> None:
         self.daemon = daemon
         greeting = Greeting("127.0.0.1", port, NAMESPACE, 0, name="home")
         verbs = daemon.daemon.verbs
@@ -50,6 +53,7 @@ class Home:
                 greeting,
                 only_tcp if tcp else lambda: to_pull(verbs),
                 most_bytes=4 << 20,
+                verify=verify,
             )
         )
 
@@ -105,9 +109,11 @@ class Home:
 
 
 @contextmanager
-def pulling(daemon: Watched, port: int, *, tcp: bool = True) -> Iterator[Home]:
+def pulling(
+    daemon: Watched, port: int, *, tcp: bool = True, verify: bool = False
+) -> Iterator[Home]:
     """A daemon's way of pulling from a port."""
-    home = Home(daemon, port, tcp=tcp)
+    home = Home(daemon, port, tcp=tcp, verify=verify)
     try:
         yield home
     finally:

@@ -220,7 +220,7 @@ def fail_in_a_pull(
     node, verbs = daemon.daemon.node, daemon.daemon.verbs
     greeting = Greeting("127.0.0.1", port, MANY, 0)
     puller: Puller = daemon.call(
-        lambda: Puller(node, greeting, lambda: to_pull(verbs), most_bytes=64 << 20)
+        lambda: Puller(node, greeting, lambda: to_pull(verbs), most_bytes=64 << 20, verify=False)
     )
     parent = bytes(32)
 

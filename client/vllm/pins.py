@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,15 +29,18 @@ class Pins:
 
     Args:
         pool: the engine's blocks.
-        share: part of them, between 0 and 1, that may be pinned at once.
+        share: part of them, between 0 and 1, that may be pinned at once. A block that requests
+            share counts once.
         workers: how many workers have to be done with a job.
     """
 
     def __init__(self, pool: BlockPool, share: float, workers: int) -> None:
         self._pool = pool
         self._workers = workers
-        self._room = int(len(pool.blocks) * share)
-        self._pinned: dict[int, list[Any]] = {}
+        self._most = int(len(pool.blocks) * share)
+        self._pinned: dict[int, tuple[int, ...]] = {}
+        self._users: Counter[int] = Counter()
+        """Jobs by block."""
         self._waiting: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -45,15 +49,14 @@ class Pins:
     @property
     def room(self) -> int:
         """How many more blocks may be pinned now."""
-        return self._room
+        return self._most - len(self._users)
 
     def pin(self, job: SaveJob) -> None:
         """Pin the blocks of a job."""
-        blocks = [self._pool.blocks[number] for number in job.blocks]
-        self._pool.touch(blocks)
-        self._pinned[job.number] = blocks
+        self._pool.touch([self._pool.blocks[number] for number in job.blocks])
+        self._pinned[job.number] = job.blocks
+        self._users.update(job.blocks)
         self._waiting[job.number] = self._workers
-        self._room -= len(blocks)
 
     def done(self, number: int, workers: int = 1) -> bool:
         """Take note that workers are done with a job.
@@ -66,7 +69,10 @@ class Pins:
             return False
         del self._waiting[number]
         blocks = self._pinned.pop(number)
-        self._room += len(blocks)
+        for block in blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
         # The end of a prefix goes first, as where vLLM frees a request itself.
-        self._pool.free_blocks(reversed(blocks))
+        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(blocks))
         return True

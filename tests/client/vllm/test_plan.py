@@ -312,7 +312,8 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def pins_are_bounded(self) -> None:
         assert 0 <= self.pins.room <= 12
-        assert sum(len(job.blocks) for job in self.saves) == 12 - self.pins.room
+        pinned = {block for job in self.saves for block in job.blocks}
+        assert len(pinned) == 12 - self.pins.room
         assert len(self.pins) == len(self.saves)
 
     def teardown(self) -> None:
@@ -335,5 +336,20 @@ def test_blocks_are_free_when_the_last_worker_is_done() -> None:
     assert not pins.done(1)
     assert pool.blocks[3].users == 1
     assert pins.done(1)
+    assert pins.room == 4
+    assert not any(block.users for block in pool.blocks)
+
+
+def test_a_block_of_several_requests_takes_room_once() -> None:
+    pool = Pool(8)
+    pins = Pins(pool, share=0.5, workers=1)
+    for number in (1, 2, 3):
+        pins.pin(SaveJob(number, f"r{number}", ROOT_PARENT, (b"a", b"b"), (3, 4)))
+    assert pins.room == 2
+    assert pins.done(1)
+    assert pins.done(3)
+    assert pins.room == 2
+    assert pool.blocks[3].users == 1
+    assert pins.done(2)
     assert pins.room == 4
     assert not any(block.users for block in pool.blocks)

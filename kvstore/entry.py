@@ -1,7 +1,7 @@
 """One block in the index, and the shard that it belongs to.
 
 At a million blocks every slot counts. So links are intrusive, small facts share one `state` byte,
-and what a block's neighbours can answer isn't stored twice: 16 slots, 160 bytes with the headers.
+and what a block's neighbours can answer isn't stored twice: 17 slots, 168 bytes with the headers.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Entry(Link):
         hash: the prefix hash.
         parent: the entry before this one; None for the first block of a prompt. Stays set when
             the entry is dropped, so that what left can still be described.
+        root: hash of the first block of its chain, which a directory keeps the chain together by.
         shard: the shard it belongs to.
         dram: extent in the DRAM tier, or None.
         ssd: extent in the SSD tier, or None.
@@ -70,6 +71,7 @@ class Entry(Link):
         "parent",
         "pins",
         "previous_sibling",
+        "root",
         "shard",
         "ssd",
         "state",
@@ -80,6 +82,7 @@ class Entry(Link):
         self.shard = shard
         self.hash = hash
         self.parent = parent
+        self.root: bytes = hash if parent is None else parent.root
         self.first_child: Entry | None = None
         self.next_sibling: Entry | None = None
         self.previous_sibling: Entry | None = None

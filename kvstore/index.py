@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from kvstore.entry import (
     COMMITTED,
@@ -49,6 +49,16 @@ class AlreadyPresent(Exception):
         self.entry = entry
 
 
+class Observer(Protocol):
+    """Is told what the node gains and loses, as it happens. Asks nothing and changes nothing."""
+
+    def stored(self, entry: Entry) -> None:
+        """A block can be served from now on."""
+
+    def removed(self, entry: Entry) -> None:
+        """A block that could be served is held no longer, in no tier."""
+
+
 class Index:
     """All blocks of a node. Not thread-safe: it belongs to the thread of the event loop.
 
@@ -58,11 +68,13 @@ class Index:
     Attributes:
         policy: has the blocks of DRAM that are no replicas.
         replicas: has those that are. Whatever the policy, that longest unused goes first.
+        observer: is told of every block stored and removed, where anybody wants to know.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.replicas = Lru(1)
+        self.observer: Observer | None = None
         self._shards: dict[tuple[bytes, int], ShardIndex] = {}
 
     # Shards
@@ -205,6 +217,8 @@ class Index:
         entry.last_use = now
         if shard.feed is not None:
             shard.feed.stored(entry.hash)
+        if self.observer is not None:
+            self.observer.stored(entry)
 
     def abort(self, entry: Entry) -> list[Entry]:
         """Take a reservation back, and those of the blocks that were to follow it.
@@ -426,6 +440,8 @@ class Index:
             del shard.committed[entry.hash]
             if shard.feed is not None:
                 shard.feed.removed(entry.hash)
+            if self.observer is not None:
+                self.observer.removed(entry)
         else:
             del shard.reserved[entry.hash]
         shard.in_dram -= bool(entry.state & IN_DRAM)

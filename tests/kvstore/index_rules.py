@@ -41,6 +41,7 @@ def _check_entry(shard: ShardIndex, entry: Entry) -> None:
 
 def _check_family(shard: ShardIndex, entry: Entry) -> None:
     parent = entry.parent
+    assert entry.root == entry.path()[0].hash
     if parent is not None:
         assert shard.get(parent.hash) is parent, "a child outlives its parent"
         assert parent.committed or entry.reserved, "a child is served before its parent"

@@ -70,6 +70,21 @@ class Block:
         return DRAM_CODE if "dram" in self.extents else SSD_CODE if "ssd" in self.extents else 0
 
 
+class Ledger:
+    """Believes what an index tells."""
+
+    def __init__(self) -> None:
+        self.held: set[Entry] = set()
+
+    def stored(self, entry: Entry) -> None:
+        assert entry.committed
+        assert entry not in self.held
+        self.held.add(entry)
+
+    def removed(self, entry: Entry) -> None:
+        self.held.remove(entry)
+
+
 class IndexMachine(RuleBasedStateMachine):
     """An index beside a dictionary that knows every block's parent, tiers and pins."""
 
@@ -78,6 +93,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = Index(make_policy(self.kind, 8))
+        self.index.observer = self.observer = Ledger()
         self.shards = [self.index.shard(b"n" * 32, number, BLOCK) for number in range(2)]
         self.blocks: dict[tuple[int, bytes], Block] = {}
         self.gone: list[Block] = []
@@ -304,6 +320,11 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def rules_hold(self) -> None:
         check(self.index)
+
+    @invariant()
+    def tells_what_it_holds(self) -> None:
+        committed = [set(shard.committed.values()) for shard in self.index.shards]
+        assert self.observer.held == set.union(*committed)
 
     @invariant()
     def knows_what_the_model_knows(self) -> None:

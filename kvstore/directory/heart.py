@@ -113,11 +113,11 @@ class Heart:
 
     async def _join(self, keep: bool) -> None:
         words = (self._membership.record, self._pace.lease, self._membership.before, int(keep))
-        number = int(await self._run(JOIN, self._prefix, *words))
-        same = self._membership.joined(number)
+        number, kept = map(int, await self._run(JOIN, self._prefix, *words))
+        self._membership.joined(number)
         self._statistics.joins += 1
-        _log.info("directory_joined", number=number, again=same)
-        if not same:
+        _log.info("directory_joined", number=number, kept=bool(kept))
+        if not kept:
             self._publisher.begin_anew()
             self._servers = await self._identity()
         elif asyncio.get_running_loop().time() - self._heard_at >= self._pace.grace:
@@ -147,7 +147,9 @@ class Heart:
 
     async def _read_roster(self, census: bool) -> None:
         before = self._membership.others
-        words = (self._membership.live, int(census))
+        # A census reads everything: should a number have been given twice, it ends there.
+        known = b"" if census else self._membership.live
+        words = (known, int(census))
         last, numbers, records, summaries = await self._run(ROSTER, self._prefix, *words)
         self._membership.roster(
             int(last),

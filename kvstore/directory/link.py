@@ -7,7 +7,7 @@ errors. A call that is given up takes its connection with it, since an answer ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from redis.asyncio import Redis, Sentinel
@@ -39,6 +39,7 @@ from kvstore.errors import (
 _CONNECTIONS: Final = 64
 _SCAN_COUNT: Final = 200
 
+_REFUSALS: Final = (AuthenticationError, AuthorizationError, NoPermissionError)
 # asyncio and uvloop say with a RuntimeError that a transport has been closed.
 _FAILURES: Final = (RedisError, RedisClusterException, OSError, RuntimeError)
 
@@ -177,13 +178,15 @@ class Link:
                     break
 
     async def _page(
-        self, cursor: int, pattern: bytes, target: dict[str, Any], seconds: float
+        self, start: int, pattern: bytes, target: dict[str, Any], seconds: float
     ) -> tuple[int, list[bytes]]:
-        words = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+        words = ("SCAN", start, "MATCH", pattern, "COUNT", _SCAN_COUNT)
         try:
             async with asyncio.timeout(seconds):
                 cursor, keys = await self._do(*words, **target)
-                return int(cursor), list(keys)
+                # Of a cluster it comes by the name of the server, of which there is one here.
+                following = next(iter(cursor.values())) if isinstance(cursor, dict) else cursor
+                return int(following), list(keys)
         except _FAILURES as error:
             raise _translate(error) from error
 
@@ -250,11 +253,17 @@ def _cluster(address: Address, options: dict[str, Any]) -> RedisCluster:
     )
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def _translate(error: Exception) -> KVStoreError:
     text = f"Redis: {type(error).__name__}: {error}"[:300]
     if isinstance(error, TimeoutError | RedisTimeout):
         return DeadlineExceeded(text)
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+    if any(isinstance(cause, _REFUSALS) for cause in _causes(error)):
         return AccessDenied(text)
     if "OOM" in text:
         return OutOfSpace(text)

@@ -112,13 +112,11 @@ class Membership:
         """Whether the roster has changed since it was read."""
         return self._read.changes != self.version.changes
 
-    def joined(self, number: int) -> bool:
-        """Take note of the number given; returns whether it is the one of before."""
+    def joined(self, number: int) -> None:
+        """Take note of the number given."""
         self.me = replace(self._member, number=number)
-        same = number == self.before
         self.before = number
         self._read = Version()
-        return same
 
     def lapsed(self) -> None:
         """Take note that the directory does not know this node as a member."""
@@ -147,7 +145,7 @@ class Membership:
         Args:
             last: the number given last.
             numbers: all members.
-            records: of those that were not known.
+            records: of those that were not known, and of others that may have changed.
             summaries: by number, of those for which there is one; all others keep theirs.
         """
         mine = self.me.number if self.me else NOBODY

@@ -181,14 +181,14 @@ JOIN: Final = Script(
     _MEMBERSHIP
     + """
 -- KEYS[1]: the pool. ARGV: record; lease in ms; number of the membership before, or 0; whether to
--- keep it if it has lapsed and nobody else has it. Returns the number.
+-- keep it if it has lapsed and nobody else has it. Returns the number, and whether it was kept.
 local record, lease, before, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local last = tonumber(redis.call('GET', key('number')) or '0')
 if keep == '1' and before ~= '0' and tonumber(before) <= last then
   local there = redis.call('GET', key('member:' .. before))
   if not there or there == record then
     redis.call('HDEL', key('summaries'), before)
-    return enter(tonumber(before), record, lease)
+    return {enter(tonumber(before), record, lease), 1}
   end
   redis.call('HDEL', key('summaries'), 'nobody')
 else
@@ -199,7 +199,7 @@ end
 local number = math.max(last, 0) + 1
 if last == 0 then number = tonumber(redis.call('TIME')[1]) end
 redis.call('SET', key('number'), string.format('%.0f', number))
-return enter(number, record, lease)
+return {enter(number, record, lease), 0}
 """,
 )
 
@@ -266,8 +266,10 @@ return 1
 CLAIM: Final = Script(
     "claim",
     """
--- KEYS[1]: the pool. ARGV: number of who wants to sweep; how long in ms. Returns whether it may.
+-- KEYS[1]: the pool. ARGV: number of who wants to sweep; how long in ms; how many had gone when it
+-- began. Returns whether it may: nobody else does, or has since.
 local key = KEYS[1] .. ':sweep'
+if redis.call('HGET', KEYS[1] .. ':version', 'swept') == ARGV[3] then return 0 end
 local holder = redis.call('GET', key)
 if holder and holder ~= ARGV[1] then return 0 end
 redis.call('SET', key, ARGV[1], 'PX', ARGV[2])

@@ -90,7 +90,7 @@ class Sweeper:
         prefix = pool_prefix(self._pool)
         pages = self._link.scan(location_pattern(self._pool), seconds=self._pace.patience)
         async for keys in pages:
-            if not await self._run(CLAIM, prefix, me.number, _CLAIM_MILLISECONDS):
+            if not await self._run(CLAIM, prefix, me.number, _CLAIM_MILLISECONDS, deaths):
                 return
             began = asyncio.get_running_loop().time()
             live = pack_numbers(alive | set(self._membership.others))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from tests.kvstore.directory.servers import RedisServer, cluster, require_redis
 Make = Callable[[str], Directory]
 """Makes a node's view of the pool, not yet opened; it is closed when the test ends."""
 
-QUICK = Pace(heartbeat=0.1, flush=0.001)
+QUICK = Pace(heartbeat=0.2, flush=0.001, full=0.3, sweep=0.2, grace=5.0)
 
 _pools = itertools.count()
 
@@ -67,3 +69,28 @@ def make(request: pytest.FixtureRequest, keep: Callable[[Directory], Directory])
         url = f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
     name = f"contract{next(_pools)}"
     return lambda node: keep(RedisDirectory(Address.parse(url), name, member(node), pace=QUICK))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """One of the test's own, running."""
+    require_redis()
+    own = RedisServer(tmp_path / "redis")
+    own.start()
+    yield own
+    own.kill()
+
+
+Join = Callable[..., RedisDirectory]
+"""Makes a node's view of the pool in ``server``; keywords go to ``RedisDirectory``."""
+
+
+@pytest.fixture
+def node(server: RedisServer, keep: Callable[[Directory], Directory]) -> Join:
+    def build(name: str, **options: Any) -> RedisDirectory:
+        address = Address.parse(options.pop("url", server.url))
+        directory = RedisDirectory(address, "pool", member(name), **({"pace": QUICK} | options))
+        keep(directory)
+        return directory
+
+    return build

@@ -47,6 +47,18 @@ async def reach(
     return await directory.reach(namespace, shards, hashes, start, deadline=deadline)
 
 
+async def joined(*directories: Directory) -> None:
+    """Wait until all are members, and each sees all others."""
+    others = len(directories) - 1
+    await until(lambda: all(d.me is not None and len(d.members) == others for d in directories))
+
+
+def number(directory: Directory) -> int:
+    """Under which it is a member."""
+    assert directory.me is not None
+    return directory.me.number
+
+
 async def until(
     condition: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = 10.0
 ) -> None:

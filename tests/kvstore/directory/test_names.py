@@ -1,0 +1,57 @@
+"""Keys, fields and values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.directory.interface import Place
+from kvstore.directory.names import (
+    NAME_BYTES,
+    check_pool,
+    hash_part,
+    name,
+    pack_numbers,
+    pool_prefix,
+    tag,
+    unpack_numbers,
+)
+from kvstore.errors import ConfigError
+from tests.kvstore.directory.pools import NAMESPACE, OTHER_NAMESPACE, chain
+
+
+def test_a_chain_has_one_tag() -> None:
+    root = bytes([0xA7]) + bytes(31)
+    assert tag("pool", NAMESPACE, root) == b"kvs:{pool:%s:a7}" % NAMESPACE[:8].hex().encode()
+    assert tag("pool", NAMESPACE, root) != tag("pool", OTHER_NAMESPACE, root)
+    assert pool_prefix("pool") == b"kvs:{pool}"
+
+
+def test_names_tell_blocks_and_shards_apart() -> None:
+    blocks = chain("a", 100)
+    names = {
+        name(Place(NAMESPACE, shard, blocks[0], block)) for block in blocks for shard in (0, 300)
+    }
+    assert len(names) == 200
+    assert {len(found) for found in names} == {NAME_BYTES}
+
+
+def test_first_blocks_of_one_tag_spread_over_buckets() -> None:
+    roots = [bytes([7]) + block[1:] for block in chain("roots", 400)]
+    assert len({hash_part(root)[:2] for root in roots}) > 300
+
+
+@given(st.lists(st.integers(1, (1 << 32) - 1)), st.binary(max_size=3))
+def test_values_name_numbers(numbers: list[int], tail: bytes) -> None:
+    assert list(unpack_numbers(pack_numbers(numbers) + tail)) == numbers
+
+
+@pytest.mark.parametrize("pool", ["", "a b", "{x}", "a:b", "x" * 65, "pool*", "pool\n"])
+def test_a_pool_that_would_break_keys_is_refused(pool: str) -> None:
+    with pytest.raises(ConfigError, match="pool's name"):
+        check_pool(pool)
+
+
+def test_a_pool_may_be_called() -> None:
+    assert check_pool("eu-1.prod_a") == "eu-1.prod_a"

@@ -485,6 +485,7 @@ class SchedulerSide:
         ours = params.get(PARAMS)
         wait = ours.get("wait", 0) if isinstance(ours, Mapping) else 0
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
-            logger.warning("request %s: wait must be seconds, not %r", request.request_id, wait)
+            # It is the client's, of any length.
+            logger.warning("request %s: wait must be seconds, not %.80r", request.request_id, wait)
             return 0.0
         return float(min(wait, self._settings.max_wait))

@@ -544,6 +544,13 @@ def test_nonsense_is_no_wait(params: object) -> None:
     assert bench.stores[0].asked
 
 
+def test_nonsense_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    Bench().begin(kvstore={"wait": "x" * 100_000})
+    (message,) = caplog.messages
+    assert "xxx" in message
+    assert len(message) < 200
+
+
 # --- routers --------------------------------------------------------------------------------------
 
 

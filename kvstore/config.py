@@ -117,6 +117,8 @@ class DramSection(Section):
     """Whether segments ask for 2 MiB pages."""
     prefault: bool = True
     """Touch all pages in the background after the start, so that no put pays for it."""
+    overcommit: bool = False
+    """Start even where less memory is available than the capacity."""
 
 
 class SsdSection(Section):

@@ -10,6 +10,7 @@ from kvstore.cli.options import AsJson, ConfigFile, offered
 from kvstore.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
+    from kvstore.config import DramSection
     from kvstore.sources import Effective
 
 FLAGS: Final = {
@@ -23,6 +24,7 @@ FLAGS: Final = {
     "dram.capacity": "--dram",
     "ssd.capacity": "--ssd",
     "ssd.directory": "--ssd-directory",
+    "cluster.directory": "--directory",
     "log.level": "--log-level",
     "log.format": "--log-format",
 }
@@ -36,7 +38,12 @@ _SIZES: Final = (
     "ssd.write_budget",
     "limits.max_payload",
 )
-_DURATIONS: Final = ("node.grace", "limits.request_deadline_max")
+_DURATIONS: Final = (
+    "node.grace",
+    "limits.request_deadline_max",
+    "cluster.heartbeat",
+    "cluster.lookup_deadline",
+)
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the node.")]
 StateDirectory = Annotated[
@@ -57,6 +64,10 @@ Dram = Annotated[str | None, typer.Option("--dram", help="DRAM capacity, such as
 Ssd = Annotated[str | None, typer.Option("--ssd", help="SSD capacity, such as 200GB; 0: none.")]
 SsdDirectory = Annotated[
     Path | None, typer.Option("--ssd-directory", help="Directory of the SSD tier.")
+]
+Directory = Annotated[
+    str | None,
+    typer.Option("--directory", help="Redis that the pool of nodes shares, as redis://HOST."),
 ]
 LogLevel = Annotated[
     str | None,
@@ -98,6 +109,7 @@ def serve(
     dram: Dram = None,
     ssd: Ssd = None,
     ssd_directory: SsdDirectory = None,
+    directory: Directory = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     settings: Settings = None,
@@ -109,13 +121,31 @@ def serve(
     """
     given = _named(
         (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
-        (log_level, log_format),
+        (directory, log_level, log_format),
     )
     effective = _load(config, given, settings or [])
     from kvstore import daemon, logs
 
+    _check_memory(effective.config.dram)
     logs.configure(effective.config.log)
     raise typer.Exit(daemon.serve(effective.config))
+
+
+def _check_memory(dram: "DramSection") -> None:
+    """Refuse what the kernel would end the node for, minutes later, while pages are touched.
+
+    Raises:
+        ConfigError: the capacity is more than the memory at hand.
+    """
+    from kvstore.doctor import check_capacity
+    from kvstore.errors import ConfigError
+
+    found = check_capacity(dram)
+    if found.state == "failure":
+        raise ConfigError(
+            f"dram.capacity: {found.detail}\n{found.remedy}   "
+            "# or --set dram.overcommit=true, if you know better"
+        )
 
 
 def show_config(
@@ -131,6 +161,7 @@ def show_config(
     dram: Dram = None,
     ssd: Ssd = None,
     ssd_directory: SsdDirectory = None,
+    directory: Directory = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     settings: Settings = None,
@@ -138,7 +169,7 @@ def show_config(
     """Print the configuration that `serve` with the same options would use, and its sources."""
     given = _named(
         (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
-        (log_level, log_format),
+        (directory, log_level, log_format),
     )
     effective = _load(config, given, settings or [])
     rows = effective.rows()

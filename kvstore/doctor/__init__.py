@@ -10,8 +10,9 @@ from kvstore.config import Config
 from kvstore.doctor import machine, memory, rdma
 from kvstore.doctor.facts import gather
 from kvstore.doctor.finding import Finding, State
+from kvstore.doctor.memory import check_capacity
 
-__all__ = ["Finding", "State", "examine"]
+__all__ = ["Finding", "State", "check_capacity", "examine"]
 
 
 def examine(config: Config) -> list[Finding]:

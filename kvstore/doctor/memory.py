@@ -17,8 +17,13 @@ _RESERVED: Final = "hugepages/hugepages-2048kB/free_hugepages"
 _CAP_IPC_LOCK: Final = 1 << 14
 
 
-def check_memory(config: Config, meminfo: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
-    """memfd, and the memory at hand against the DRAM capacity."""
+def check_memory(config: Config, root: Path = Path("/")) -> Iterator[Finding]:
+    """memfd, and the memory at hand against the DRAM capacity.
+
+    Args:
+        config: what is asked for.
+        root: where ``proc`` and ``sys`` are.
+    """
     try:
         descriptor = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
     except (OSError, AttributeError) as error:
@@ -26,20 +31,71 @@ def check_memory(config: Config, meminfo: Path = Path("/proc/meminfo")) -> Itera
     else:
         os.close(descriptor)
         yield Finding("memory", "ok", "memfd works; /dev/shm is not needed")
-    fields = _fields(meminfo)
-    available = fields.get("MemAvailable")
-    if available is None:
-        yield Finding("memory", "warning", f"{meminfo} does not say how much memory is free")
-        return
-    wanted = config.dram.capacity
-    text = f"{format_size(available)} available, {format_size(wanted)} wanted for the DRAM tier"
-    if config.dram.huge_pages == "require":
-        yield Finding("memory", "info", f"{text}; it comes from reserved huge pages")
-    elif available < wanted:
-        remedy = f"kvstore serve --dram {max(available * 3 // 4 >> 20, 1)}MiB"
-        yield Finding("memory", "failure", text, remedy)
-    else:
-        yield Finding("memory", "ok", text)
+    yield check_capacity(config.dram, root)
+
+
+def check_capacity(dram: DramSection, root: Path = Path("/")) -> Finding:
+    """The DRAM capacity against the memory that the machine, or a control group of ours, has left.
+
+    Args:
+        dram: what is asked for.
+        root: where ``proc`` and ``sys`` are.
+    """
+    meminfo = root / "proc/meminfo"
+    free = _fields(meminfo).get("MemAvailable")
+    if free is None:
+        return Finding("memory", "warning", f"{meminfo} does not say how much memory is free")
+    available, place = min([(free, ""), *((left, f" in {group}") for left, group in room(root))])
+    text = (
+        f"{format_size(available)} available{place}, "
+        f"{format_size(dram.capacity)} wanted for the DRAM tier"
+    )
+    if dram.huge_pages == "require":
+        return Finding("memory", "info", f"{text}; it comes from reserved huge pages")
+    if available >= dram.capacity:
+        return Finding("memory", "ok", text)
+    if dram.overcommit:
+        return Finding("memory", "warning", f"{text}; dram.overcommit lets the node start anyway")
+    remedy = f"kvstore serve --dram {max(available * 3 // 4 >> 20, 1)}MiB"
+    return Finding("memory", "failure", text, remedy)
+
+
+def room(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """What each control group that this process is in may still take, where it has a limit.
+
+    Pages of files count as free: the kernel gives them up before it kills.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+
+    Yields:
+        Bytes, and the group's directory.
+    """
+    top = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            groups, limit, usage = top, "memory.max", "memory.current"
+        elif "memory" in kinds.split(","):
+            groups, limit, usage = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        own = groups / path.lstrip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(groups):
+                break
+            most, used = _read(group / limit), _read(group / usage)
+            if most.isdigit() and used.isdigit():
+                yield max(0, int(most) - int(used) + _files(group / "memory.stat")), group
+
+
+def _files(stat: Path) -> int:
+    """Bytes of pages of files that a control group is charged for, those of its children too."""
+    found = dict(line.split()[:2] for line in _read(stat).splitlines() if line.count(" ") == 1)
+    return sum(
+        int(found.get(f"total_{name}", found.get(name, "0")))
+        for name in ("active_file", "inactive_file")
+    )
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -105,6 +105,15 @@ def test_impossible_settings_are_said_clearly(tmp_path: Path) -> None:
     assert "in use" in said
 
 
+def test_more_dram_than_there_is_is_refused_before_it_is_taken(tmp_path: Path) -> None:
+    status, said = refused("--state-directory", str(tmp_path / "state"), "--dram", "900TiB")
+    assert status == main.USAGE
+    assert "dram.capacity: " in said
+    assert "900 TiB wanted for the DRAM tier kvstore serve --dram " in said
+    assert "dram.overcommit=true" in said
+    assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.parametrize("key", ["tcp", "control", "metrics"])
 def test_start_that_fails_leaves_nothing_behind(tmp_path: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

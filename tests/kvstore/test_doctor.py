@@ -43,13 +43,60 @@ def test_platform() -> None:
     ("available", "state"), [("4194304 kB", "ok"), ("1024 kB", "failure"), ("", "warning")]
 )
 def test_memory_against_the_capacity(tmp_path: Path, available: str, state: str) -> None:
-    meminfo = tmp_path / "meminfo"
+    meminfo = tmp_path / "proc" / "meminfo"
+    meminfo.parent.mkdir()
     meminfo.write_text(f"MemTotal: 8388608 kB\nMemAvailable: {available}\nodd line\n")
     config = load(environ={"KVSTORE_DRAM__CAPACITY": "1GiB"}).config
-    findings = list(memory.check_memory(config, meminfo))
+    findings = list(memory.check_memory(config, tmp_path))
     assert findings[0].state == "ok"
     assert findings[-1].state == state
     assert list(memory.check_memory(config, tmp_path / "nowhere"))[-1].state == "warning"
+
+
+def machine_with(
+    root: Path, group: str, limit: tuple[str, str], usage: tuple[str, str], stat: str
+) -> Path:
+    """A machine with 4 GiB available, and this process in a control group."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemAvailable: 4194304 kB\n")
+    (root / "proc/self/cgroup").write_text(f"9:cpu:/else\n{group}\n")
+    kinds, path = group.split(":")[1:]
+    top = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+    place = top / path.lstrip("/")
+    (place / "below").mkdir(parents=True)
+    for name, value in (limit, usage, ("memory.stat", stat)):
+        (place / name).write_text(value + "\n")
+    return place
+
+
+def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+    place = machine_with(
+        tmp_path, "0::/pod", ("memory.max", "1073741824"), ("memory.current", "536870912"),
+        "anon 5\nactive_file 1048576\ninactive_file 1048576\nshmem 99\n",
+    )  # fmt: skip
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/below\n")
+    finding = memory.check_capacity(DramSection(capacity=2 << 30), tmp_path)
+    assert finding.state == "failure"
+    assert finding.detail == (f"514 MiB available in {place}, 2 GiB wanted for the DRAM tier")
+    assert finding.remedy == "kvstore serve --dram 385MiB"
+    assert memory.check_capacity(DramSection(capacity=1 << 29), tmp_path).state == "ok"
+    (place / "memory.max").write_text("max\n")
+    assert memory.check_capacity(DramSection(capacity=2 << 30), tmp_path).state == "ok"
+
+
+def test_limits_of_old_control_groups_count(tmp_path: Path) -> None:
+    place = machine_with(
+        tmp_path, "4:memory:/pod", ("memory.limit_in_bytes", "1073741824"),
+        ("memory.usage_in_bytes", "1073741824"), "active_file 7\ntotal_active_file 4096\n",
+    )  # fmt: skip
+    assert list(memory.room(tmp_path)) == [(4096, place)]
+
+
+def test_more_than_there_is_can_be_had_by_will(tmp_path: Path) -> None:
+    machine_with(tmp_path, "0::/", ("memory.max", "1"), ("memory.current", "1"), "")
+    finding = memory.check_capacity(DramSection(overcommit=True), tmp_path)
+    assert finding.state == "warning"
+    assert "1 GiB wanted" in finding.detail
 
 
 NEVER = "always within_size advise [never] deny force"

@@ -172,20 +172,22 @@ class Movement:
 
     async def _read_entry(self, entry: Entry, into: memoryview) -> MissReason | None:
         while (source := entry.ssd) is not None:
-            reason = await self._read(source, into)
+            reason = await self._read(entry, source, into)
             if reason is None or entry.ssd == source:
                 return reason
             # Reclaim has moved the block to another region meanwhile.
         return "absent"
 
-    async def _read(self, extent: Extent, into: memoryview) -> MissReason | None:
+    async def _read(self, entry: Entry, extent: Extent, into: memoryview) -> MissReason | None:
         began = time.perf_counter()
         try:
             await self._in_thread(self._readers, self._ssd.load, extent, into)
         except CorruptBlock:
             return "corrupt"
         except TierError as error:
-            _log.error("read failed", tier="ssd", error=str(error))
+            # Where reclaim has moved or dropped the block, there was nothing left to be read.
+            if entry.ssd == extent:
+                _log.error("read failed", tier="ssd", error=str(error))
             return "medium"
         self._node.metrics.ssd_read_seconds.observe(time.perf_counter() - began)
         return None
@@ -419,7 +421,7 @@ class Movement:
                 data = node.dram.view(entry.dram, size)
             else:
                 data = memoryview(bytearray(size))
-                if await self._read(old, data) is not None:
+                if await self._read(entry, old, data) is not None:
                     return
             new = await self._write(entry, data)
             if new is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvstore.catalog import Catalog
 from kvstore.departures import DepartureReason, Departures
@@ -223,6 +224,28 @@ async def test_reclaim_makes_room_and_keeps_prefixes_whole(tmp_path: Path) -> No
             tiers, misses = await both.get([block])
             assert tiers != b"\0" or misses == ["absent"]
         assert (await both.get([name(0)]))[1] == []
+
+
+async def test_a_block_that_moves_before_its_read_begins_is_read_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hierarchy(tmp_path, high=0.99) as both:
+        both.put([name(0)])
+        await both.movement.flush(float("inf"))
+        entry = both.entry(name(0))
+        both.node.evict(entry, DepartureReason.CAPACITY)
+        place, load = entry.ssd, both.ssd.load
+        assert place is not None
+        entry.ssd = place + 1
+
+        def load_late(extent: int, into: memoryview) -> None:
+            entry.ssd = place
+            load(extent, into)
+
+        monkeypatch.setattr(both.ssd, "load", load_late)
+        with capture_logs() as lines:
+            assert (await both.get([name(0)]))[1] == []
+        assert lines == []
 
 
 async def test_restart_serves_what_was_flushed(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ class Connection:
 
     def __init__(self, reception: Reception, sock: socket.socket) -> None:
         self.session: Session | None = None
+        self._named: dict[str, str] = {}  # what the log calls the session
         self._reception = reception
         self._node = reception.node
         self._longest_deadline = reception.longest_deadline
@@ -236,6 +237,9 @@ class Connection:
         if self.session is not None:
             raise InvalidRequest("the session is open already")
         self.session, welcome = self._reception.welcome(hello, self._local)
+        over = self.session.transport.name
+        self._named = {"client": hello.client, "over": over, "tenant": hello.tenant}
+        _log.info("session opened", **self._named)
         self._timer.cancel()
         self._reply(request_id, Reply(welcome))
 
@@ -368,4 +372,7 @@ class Connection:
         self._waiting.clear()
         if self.session is not None:
             self.session.close()
+        if self._named:
+            _log.info("session closed", **self._named)
+            self._named = {}
         self._reception.farewell(self)

@@ -37,7 +37,7 @@ from kvstore.node import Node
 from kvstore.recovery import recover
 from kvstore.server import Server
 from kvstore.state import StateDirectory
-from kvstore.units import Address
+from kvstore.units import Address, format_size
 from kvstore.verbs import VerbsDevice
 from tiers import errors as tier_errors
 from tiers.budget import WriteBudget
@@ -211,7 +211,12 @@ async def _listen(key: str, address: Address, service: ControlServer | MetricsSe
     try:
         await service.start()
     except OSError as error:
-        raise ConfigError(f"{key} {address}: {error.strerror or error}") from error
+        # asyncio's own sentence repeats the address.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        flag = f"--{key.removeprefix('listen.')}"
+        raise ConfigError(
+            f"{key} {address}: {reason}; choose another address with {flag}, or {flag} off"
+        ) from error
 
 
 @contextlib.asynccontextmanager
@@ -236,8 +241,12 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
             node=config.node.name,
             pid=os.getpid(),
             incarnation=daemon.incarnation,
+            dram=format_size(config.dram.capacity),
+            ssd=format_size(config.ssd.capacity) if config.ssd.capacity else "none",
             listens=[*daemon.server.urls, daemon.control_url, daemon.metrics_url],
         )
+        if not config.ssd.capacity:
+            _log.info("dram only: a restart forgets all blocks", remedy="--ssd, --ssd-directory")
         # A full collection looks at every entry of the index, a pause that grows with the cache.
         gc.freeze()
         gc.set_threshold(_YOUNG_OBJECTS, 20, 1000)

@@ -186,7 +186,8 @@ class Server:
         metrics.sessions += 1
         metrics.transports[chosen.transport.name] += 1
         metrics.sessions_opened += 1
-        _log.info("session opened", session=repr(session), client=hello.client, why=chosen.why)
+        if chosen.why:
+            _log.debug("transports passed over", client=hello.client, reason=chosen.why)
         return session, self._answer(session, chosen.why)
 
     def _answer(self, session: Session, why: str) -> Welcome:

@@ -74,7 +74,7 @@ class VerbsDevice:
             if self._section.mode == "require":
                 raise ConfigError(f"rdma.mode is require: {error}") from error
             self.absence = str(error)
-            _log.info("no rdma", reason=self.absence)
+            _log.debug("no rdma", reason=self.absence)
 
     def _open(self) -> None:
         section = self._section

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -24,8 +25,10 @@ from kvstore.identity import ROOT_PARENT
 from kvstore.protocol.messages import (
     FILL,
     HELD,
+    PROTOCOL_VERSION,
     Exists,
     Get,
+    Hello,
     Match,
     Ping,
     Reserve,
@@ -112,6 +115,58 @@ def test_more_dram_than_there_is_is_refused_before_it_is_taken(tmp_path: Path) -
     assert "900 TiB wanted for the DRAM tier kvstore serve --dram " in said
     assert "dram.overcommit=true" in said
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("key", ["control", "metrics"])
+def test_a_second_node_is_told_how_to_get_addresses_of_its_own(tmp_path: Path, key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError) as refusal:
+            Watched(make_config(tmp_path, listen={key: address})).__enter__()
+    assert str(refusal.value) == (
+        f"listen.{key} {address}: Address already in use; "
+        f"choose another address with --{key}, or --{key} off"
+    )
+
+
+def logged(tmp_path: Path, *flags: str) -> list[dict[str, object]]:
+    """What a node logs of its start, one session, and its stop."""
+    state = tmp_path / "state"
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvstore", "serve", "--log-format", "json", "--dram", "8MiB",
+         "--control", "off", "--metrics", "off", "--state-directory", str(state), *flags],
+        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        try:
+            wait_for((state / "kvstore.sock").exists, 30)
+            with Peer(state / "kvstore.sock") as peer:
+                described = dict(NAMESPACE.describe())
+                peer.ask(Hello(PROTOCOL_VERSION, "default", None, described, 0, ["tcp"], "pid 1"))
+            process.terminate()
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def test_the_log_says_what_serves_and_who_came_and_went(tmp_path: Path) -> None:
+    lines = logged(tmp_path)
+    events = {str(line["event"]): line for line in lines}
+    assert (events["serving"]["dram"], events["serving"]["ssd"]) == ("8 MiB", "none")
+    assert "dram only: a restart forgets all blocks" in events
+    for event in ("session opened", "session closed"):
+        of_session = {key: events[event][key] for key in ("client", "over", "tenant")}
+        assert of_session == {"client": "pid 1", "over": "tcp", "tenant": "default"}
+    assert not any("<" in str(value) for line in lines for value in line.values())
+
+
+def test_the_log_of_a_node_with_an_ssd_warns_of_no_loss(tmp_path: Path) -> None:
+    lines = logged(tmp_path, "--ssd", "32MiB", "--ssd-directory", str(tmp_path / "ssd"))
+    events = {str(line["event"]): line for line in lines}
+    assert events["serving"]["ssd"] == "32 MiB"
+    assert "dram only: a restart forgets all blocks" not in events
 
 
 @pytest.mark.parametrize("key", ["tcp", "control", "metrics"])

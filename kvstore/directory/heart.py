@@ -74,9 +74,7 @@ class Heart:
             began = clock()
             try:
                 await self._beat()
-            except KVStoreError as error:
-                if not self._outage:
-                    _log.warning("directory_lost", error=str(error))
+            except KVStoreError:
                 self._outage = True
             # Not all in step: nodes that lost the same Redis come back one after the other.
             pause = self._pace.heartbeat * (0.9 + 0.1 * random.random())

@@ -76,17 +76,17 @@ def tag(pool: str, namespace: bytes, root: bytes) -> bytes:
     return b"kvs:{%s:%s:%02x}" % (pool.encode(), namespace[:8].hex().encode(), root[0])
 
 
-def hash_part(block: bytes) -> bytes:
-    """The part of a prefix hash that the directory keeps.
+def hash_parts(blocks: Iterable[bytes]) -> bytes:
+    """The parts of prefix hashes that the directory keeps, one after the other.
 
-    Not its first byte, which all first blocks under one tag share.
+    Not their first byte, which all first blocks under one tag share.
     """
-    return block[1 : 1 + HASH_PART]
+    return b"".join([block[1 : 1 + HASH_PART] for block in blocks])
 
 
 def name(place: Place) -> bytes:
     """What names a block under its tag."""
-    return _SHARD.pack(place.shard) + hash_part(place.hash)
+    return _SHARD.pack(place.shard) + place.hash[1 : 1 + HASH_PART]
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

@@ -31,7 +31,7 @@ from kvstore.directory.interface import (
 )
 from kvstore.directory.link import Link
 from kvstore.directory.membership import Membership
-from kvstore.directory.names import check_pool, hash_part, pool_prefix, tag, unpack_numbers
+from kvstore.directory.names import check_pool, hash_parts, pool_prefix, tag, unpack_numbers
 from kvstore.directory.pace import Pace
 from kvstore.directory.publishing import Publisher
 from kvstore.directory.scripts import LEAVE, REACH, Script
@@ -89,6 +89,7 @@ class RedisDirectory(Directory):
         self._lookups = asyncio.Semaphore(_LOOKUPS)
         self._shut = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._failing: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<RedisDirectory of pool {self._pool} at {self._address}>"
@@ -162,7 +163,7 @@ class RedisDirectory(Directory):
             return Reach(start)
         key = tag(self._pool, namespace, hashes[0])
         try:
-            answer = await self._look_up(key, b"".join(map(hash_part, rest)), shards, deadline)
+            answer = await self._look_up(key, hash_parts(rest), shards, deadline)
             return self._understand(answer, namespace, hashes, start)
         except KVStoreError as error:
             return Reach(start, failure=error.code)
@@ -237,8 +238,14 @@ class RedisDirectory(Directory):
             answer = await self._link.run(script, key, *arguments, seconds=self._pace.patience)
         except KVStoreError as error:
             self.statistics.failures[script.name, error.code] += 1
+            if script.name not in self._failing:
+                self._failing.add(script.name)
+                _log.warning("directory_failed", operation=script.name, error=str(error))
             raise
         self.statistics.operations[script.name] += 1
+        if script.name in self._failing:
+            self._failing.remove(script.name)
+            _log.info("directory_works", operation=script.name)
         return answer
 
     async def _keep(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvstore.directory.address import Access
 from kvstore.directory.interface import Directory
 from kvstore.directory.redis import RedisDirectory
+from kvstore.directory.scripts import COMMANDS
 from tests.kvstore.directory.conftest import QUICK, Join
 from tests.kvstore.directory.pools import (
     chain,
@@ -229,11 +230,7 @@ async def test_a_wrong_password_is_put_right_without_a_restart(
 async def test_a_user_who_may_do_only_what_is_needed(
     node: Join, server: RedisServer, tmp_path: Path
 ) -> None:
-    commands = (
-        "eval evalsha scan info get set del exists expire pexpire pttl time sadd srem smembers "
-        "hget hset hmget hdel hgetall hincrby hscan"
-    )
-    allowed = [f"+{command}" for command in commands.split()]
+    allowed = [f"+{command}" for command in COMMANDS.split()]
     server.do("ACL", "SETUSER", "kv", "on", ">secret", "~kvs:*", "-@all", *allowed)
     path = tmp_path / "password"
     path.write_text("secret")

@@ -10,7 +10,7 @@ from kvstore.directory.interface import Place
 from kvstore.directory.names import (
     NAME_BYTES,
     check_pool,
-    hash_part,
+    hash_parts,
     name,
     pack_numbers,
     pool_prefix,
@@ -39,7 +39,7 @@ def test_names_tell_blocks_and_shards_apart() -> None:
 
 def test_first_blocks_of_one_tag_spread_over_buckets() -> None:
     roots = [bytes([7]) + block[1:] for block in chain("roots", 400)]
-    assert len({hash_part(root)[:2] for root in roots}) > 300
+    assert len({hash_parts([root])[:2] for root in roots}) > 300
 
 
 @given(st.lists(st.integers(1, (1 << 32) - 1)), st.binary(max_size=3))

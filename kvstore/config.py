@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from kvstore.directory.address import Address as DirectoryAddress
+from kvstore.errors import ConfigError
 from kvstore.units import (
     Address,
     format_size,
@@ -171,6 +173,32 @@ class RdmaSection(Section):
     """Poll for completions without rest while bytes are under way: saves some us, costs a core."""
 
 
+class ClusterSection(Section):
+    """The pool that the node is a member of. Without a directory the node is alone."""
+
+    directory: str = ""
+    """Where the Redis is that the nodes of the pool share, as ``redis://HOST:PORT``; unset: none.
+    Also ``rediss://``, ``unix://``, ``redis+sentinel://`` and ``redis+cluster://``."""
+    pool: str = Field(default="kvstore", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Name of the pool. Pools of other names in the same Redis know nothing of each other."""
+    advertise: OptionalAddress = None
+    """Where the other nodes reach the data path of this one. Unset: at ``listen.tcp``."""
+    heartbeat: Annotated[Duration, Field(gt=0, le=20)] = 1.0
+    """Between signs of life. A node that has given none for three times as long is gone."""
+    lookup_deadline: Annotated[Duration, Field(gt=0)] = 0.003
+    """How long a match waits for the directory at most, within its own deadline."""
+    password_file: OptionalPath = None
+    """File whose first line is the password for the directory. Without it the variable
+    ``KVSTORE_REDIS_PASSWORD`` counts."""
+    ca: OptionalPath = None
+    """Certificates that the directory's must be signed by, with ``rediss://``. Unset: the
+    system's."""
+    certificate: OptionalPath = None
+    """This node's certificate, where the directory asks for one."""
+    key: OptionalPath = None
+    """The key of that certificate."""
+
+
 class PolicySection(Section):
     """What is kept, what leaves, and how carefully bytes are checked."""
 
@@ -231,6 +259,7 @@ class Config(Section):
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
     rdma: RdmaSection = RdmaSection()
+    cluster: ClusterSection = ClusterSection()
     policy: PolicySection = PolicySection()
     limits: LimitsSection = LimitsSection()
     auth: AuthSection = AuthSection()
@@ -298,6 +327,8 @@ def complaints(config: Config) -> Iterator[Complaint]:
     """Rules that span keys and that ``config`` breaks. Each names its keys, first the main one."""
     yield from _space_complaints(config)
     yield from _listen_complaints(config)
+    if config.cluster.directory:
+        yield from _cluster_complaints(config)
     low, high = config.policy.low_watermark, config.policy.high_watermark
     if not low < high:
         keys = ("policy.low_watermark", "policy.high_watermark")
@@ -348,3 +379,17 @@ def _listen_complaints(config: Config) -> Iterator[Complaint]:
                 f"{address} can be reached from other machines: set {remedy}"
                 "listen.insecure = true if the network is trusted, or use 127.0.0.1",
             )
+
+
+def _cluster_complaints(config: Config) -> Iterator[Complaint]:
+    cluster, tcp = config.cluster, config.listen.tcp
+    try:
+        DirectoryAddress.parse(cluster.directory)
+    except ConfigError as error:
+        yield ("cluster.directory",), str(error)
+    if tcp is None:
+        keys = ("listen.tcp", "cluster.directory")
+        yield keys, "the nodes of a pool reach each other over TCP: give the node an address"
+    elif cluster.advertise is None and tcp.unspecified:
+        keys = ("cluster.advertise", "listen.tcp")
+        yield keys, f"other nodes can't reach this one at {tcp}: say under which address they can"

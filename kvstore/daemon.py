@@ -24,6 +24,7 @@ import structlog
 import uvloop
 
 from kvstore.catalog import Catalog
+from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
 from kvstore.control.service import ControlServer
 from kvstore.departures import Departures
@@ -57,10 +58,15 @@ class Daemon:
 
     Args:
         config: checked already.
+        directory: makes the node's view of the pool's directory; by default the one that is
+            configured, if any.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, directory: MakeDirectory | None = None) -> None:
         self.config = config
+        if directory is None and config.cluster.directory:
+            directory = redis_directory(config.cluster)
+        self._make_directory = directory
         self.incarnation = secrets.token_hex(8)
         self.metrics = Metrics()
         self._stack = contextlib.AsyncExitStack()
@@ -68,7 +74,10 @@ class Daemon:
         self.server: Server
         self.verbs: VerbsDevice
         self.movement: Movement | None = None
+        self.cluster: Cluster | None = None
         self.control_url: str | None = None
+        self._control_address: Address | None = None
+        self._collector: MetricsCollector | None = None
         self.metrics_url: str | None = None
 
     async def open(self) -> None:
@@ -116,8 +125,12 @@ class Daemon:
         self.verbs.open()
         self.server = Server(self.node, self.movement, config, self.incarnation, self.verbs)
         stack.push_async_callback(self.server.close, 0.0)
+        inspection = await self._open_operators(stack)
         self.server.open()
-        await self._open_operators(stack)
+        await self._open_cluster(stack)
+        inspection.urls = tuple(
+            url for url in (*self.server.urls, self.control_url, self.metrics_url) if url
+        )
 
     def _dram(self) -> DramTier:
         section = self.config.dram
@@ -160,7 +173,29 @@ class Daemon:
         self.movement.open()
         stack.push_async_callback(self.movement.close)
 
-    async def _open_operators(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _open_cluster(self, stack: contextlib.AsyncExitStack) -> None:
+        """Join the pool, where there is one; its sessions are those opened from here on."""
+        if self._make_directory is None:
+            return
+        if self.server.tcp is None:
+            raise ConfigError("listen.tcp: the nodes of a pool reach each other over TCP")
+        cluster = Cluster(
+            self.config,
+            self.node,
+            self.verbs,
+            self.incarnation,
+            data=self.server.tcp,
+            control=self._control_address,
+            make_directory=self._make_directory,
+        )
+        # Before anybody can connect: that takes a turn of the event loop.
+        self.cluster, self.server.remote = cluster, cluster.remote
+        stack.push_async_callback(cluster.close)
+        await cluster.open()
+        if self._collector is not None:
+            self._collector.directory = cluster.directory.statistics
+
+    async def _open_operators(self, stack: contextlib.AsyncExitStack) -> Inspection:
         config = self.config
         inspection = Inspection(
             self.node, self.movement, self.server, self.verbs, config, self.incarnation
@@ -175,17 +210,16 @@ class Daemon:
             )
             await _listen("listen.control", config.listen.control, control)
             stack.push_async_callback(control.close)
+            self._control_address = control.address
             self.control_url = f"http://{control.address}"
         if config.listen.metrics is not None:
             labels = {"node": config.node.name, "version": version("tiered-kvstore")}
-            collector = MetricsCollector(self.metrics, labels, inspection.refresh)
-            exporter = MetricsServer(collector, config.listen.metrics)
+            self._collector = MetricsCollector(self.metrics, labels, inspection.refresh)
+            exporter = MetricsServer(self._collector, config.listen.metrics)
             await _listen("listen.metrics", config.listen.metrics, exporter)
             stack.push_async_callback(exporter.close)
             self.metrics_url = f"http://{exporter.address}/metrics"
-        inspection.urls = tuple(
-            url for url in (*self.server.urls, self.control_url, self.metrics_url) if url
-        )
+        return inspection
 
     def _count_fault(self) -> None:
         self.metrics.internal_errors += 1
@@ -195,6 +229,8 @@ class Daemon:
         grace = self.config.node.grace
         deadline = self.node.clock() + grace
         try:
+            if self.cluster is not None:
+                await self.cluster.leave()
             # At once, so that a client that hangs does not use up the time to write.
             await asyncio.gather(self.server.close(grace), self._flush(deadline))
             await self._flush(deadline)

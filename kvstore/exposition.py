@@ -21,6 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvstore.directory.statistics import Statistics
 from kvstore.metrics import TRANSPORTS, Histogram, Metrics, MissReason, PutOutcome
 from kvstore.units import Address
 
@@ -40,6 +41,9 @@ class MetricsCollector(Collector):
         metrics: what the node counts into.
         info: labels of ``kvstore_node_info``, for example name and version.
         refresh: called before each scrape; brings occupancy and gauges up to date.
+
+    Attributes:
+        directory: what the node counts of the pool's directory, where it has one.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class MetricsCollector(Collector):
         self._metrics = metrics
         self._info = dict(info)
         self._refresh = refresh
+        self.directory: Statistics | None = None
 
     def describe(self) -> Iterable[Metric]:
         """No descriptions ahead of a scrape, so that registering does not cause one."""
@@ -65,6 +70,9 @@ class MetricsCollector(Collector):
         yield from self._movement()
         yield from self._holdings()
         yield from self._rdma()
+        yield from self._pool()
+        if self.directory is not None:
+            yield from _directory(self.directory)
         for name, histogram in self._metrics.latencies().items():
             yield _histogram(f"kvstore_{name}_seconds", f"Time taken by {name}.", histogram)
 
@@ -169,6 +177,33 @@ class MetricsCollector(Collector):
             "kvstore_sessions_opened", "Sessions accepted.", (), [((), seen.sessions_opened)]
         )
 
+    def _pool(self) -> Iterator[Metric]:
+        seen = self._metrics
+        yield _counter(
+            "kvstore_peer_blocks",
+            "Blocks received from other nodes.",
+            ("peer",),
+            [((peer,), count) for peer, count in seen.pulled_blocks.items()],
+        )
+        yield _counter(
+            "kvstore_peer_bytes",
+            "Bytes received from other nodes.",
+            ("peer",),
+            [((peer,), count) for peer, count in seen.pulled_bytes.items()],
+        )
+        yield _counter(
+            "kvstore_pull_failures",
+            "Other nodes that did not bring what they were thought to hold, by reason.",
+            ("reason",),
+            [((reason,), count) for reason, count in seen.pull_failures.items()],
+        )
+        yield _counter(
+            "kvstore_wrong_hints",
+            "Times that another node did not hold what the directory said.",
+            (),
+            [((), seen.wrong_hints)],
+        )
+
     def _rdma(self) -> Iterator[Metric]:
         seen = self._metrics.rdma
         for name, text, value in (
@@ -196,6 +231,39 @@ class MetricsCollector(Collector):
             ("reason",),
             [((reason,), count) for reason, count in seen.failures.items()],
         )
+
+
+def _directory(seen: Statistics) -> Iterator[Metric]:
+    yield _counter(
+        "kvstore_directory_operations",
+        "What the directory was asked and answered.",
+        ("operation",),
+        [((operation,), count) for operation, count in seen.operations.items()],
+    )
+    yield _counter(
+        "kvstore_directory_failures",
+        "What it did not answer, by the code of the error.",
+        ("operation", "code"),
+        seen.failures.items(),
+    )
+    for name, text, value in (
+        ("refused", "Lookups given up at once, as it had not answered before.", seen.refused),
+        ("published", "Changes of this node's blocks that were told.", seen.published),
+        ("withdrawn", "Wrong locations of others taken away.", seen.withdrawn),
+        ("dropped", "Changes not told for want of room or time.", seen.dropped),
+        ("advertisements", "Times that everything held was told.", seen.advertisements),
+        ("joins", "Times that the node became a member.", seen.joins),
+        ("swept", "Locations of dead members cleared away.", seen.swept),
+    ):
+        yield _counter(f"kvstore_directory_{name}", text, (), [((), value)])
+    for name, text, value in (
+        ("queued", "Changes that wait to be told.", seen.queued),
+        ("members", "Other live members of the pool.", seen.members),
+    ):
+        yield GaugeMetricFamily(f"kvstore_directory_{name}", text, value=value)
+    yield _histogram(
+        "kvstore_directory_reach_seconds", "Time taken by answered lookups.", seen.reach_seconds
+    )
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], counts: Counts) -> CounterMetricFamily:

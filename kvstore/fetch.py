@@ -1,4 +1,4 @@
-"""Getting blocks into DRAM for a client that waits for the SSD or for another session."""
+"""Getting blocks into DRAM for a client that waits for the SSD, another session or another node."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import TypeAlias
 import structlog
 from crc32c import crc32c
 
+from kvstore.chains import Chain
 from kvstore.departures import DepartureReason
 from kvstore.entry import Entry, ShardIndex
+from kvstore.identity import Namespace
 from kvstore.metrics import MissReason
 from kvstore.movement import Movement
 from kvstore.node import Node
+from kvstore.protocol.messages import REMOTE
+from kvstore.remote import Remote
+from kvstore.transfer import Transfer
 
 _log = structlog.get_logger(__name__)
 
 
 _Outcome: TypeAlias = tuple[Entry, int] | MissReason
 """A block, pinned, with the code of the tier that it was found in; or why it is a miss."""
-_Task: TypeAlias = asyncio.Task[_Outcome]
+_Task: TypeAlias = asyncio.Future[_Outcome]
 
 
 @dataclass(slots=True)
@@ -46,8 +51,9 @@ class Fetch:
         node: where the blocks are.
         movement: brings blocks up from SSD; None where there is no SSD.
         shard: whose blocks.
-        owner: the tenant, whose segments blocks are brought up to.
+        namespace: of the blocks, whose tenant's segments they are brought up to.
         verify: whether to compare each block with its checksum.
+        remote: the rest of the pool; None where the node is alone.
     """
 
     def __init__(
@@ -55,15 +61,18 @@ class Fetch:
         node: Node,
         movement: Movement | None,
         shard: ShardIndex,
-        owner: str,
+        namespace: Namespace,
         *,
         verify: bool,
+        remote: Remote | None = None,
     ) -> None:
         self._node = node
         self._movement = movement
         self._shard = shard
-        self._owner = owner
+        self._namespace = namespace
+        self._owner = namespace.tenant
         self._verify = verify
+        self._remote = remote
 
     async def fetch(self, hashes: Sequence[bytes], *, wait: bool, deadline: float) -> Found:
         """Find blocks and pin them.
@@ -74,9 +83,14 @@ class Fetch:
             deadline: seconds on the event loop's clock; what has not come by then is a miss.
         """
         outcomes: list[_Outcome | _Task] = [self._at_once(block, wait) for block in hashes]
-        tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Task)]
-        if tasks:
-            await self._wait_for(tasks, outcomes, deadline)
+        collecting = self._collect(hashes, outcomes, deadline)
+        tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Future)]
+        try:
+            if tasks:
+                await self._wait_for(tasks, outcomes, deadline)
+        finally:
+            for task in collecting:
+                task.cancel()
         found = Found([], b"", [])
         tiers = bytearray()
         for outcome in map(_outcome_of, outcomes):
@@ -117,6 +131,88 @@ class Fetch:
         finally:
             for task in tasks:
                 task.cancel()
+
+    # --- from other nodes ------------------------------------------------------------------------
+
+    def reaches(self, hashes: Sequence[bytes]) -> bool:
+        """Whether others were found to hold one of these blocks."""
+        remote, namespace = self._remote, self._namespace
+        return remote is not None and any(
+            remote.find(namespace, block) is not None for block in hashes
+        )
+
+    def _collect(
+        self, hashes: Sequence[bytes], outcomes: list[_Outcome | _Task], deadline: float
+    ) -> list[asyncio.Task[None]]:
+        """Begin to bring here what others were found to hold.
+
+        Args:
+            hashes: the blocks wanted.
+            outcomes: what is known of each; what is begun takes the place of misses.
+            deadline: of it all.
+
+        Returns:
+            The tasks that see to it, to be cancelled at the end.
+        """
+        loop, tasks = asyncio.get_running_loop(), []
+        for chain, wanted in self._by_chain(hashes, outcomes).items():
+            last = max(position for position, _ in wanted)
+            transfer = self._remote.transfer(  # type: ignore[union-attr]
+                self._namespace, self._shard.number, chain, last + 1, deadline
+            )
+            coming: list[tuple[int, _Task]] = []
+            for position, place in sorted(wanted):
+                future: _Task = loop.create_future()
+                outcomes[place] = future
+                coming.append((position, future))
+            tasks.append(loop.create_task(self._take_in(transfer, chain, coming)))
+        return tasks
+
+    def _by_chain(
+        self, hashes: Sequence[bytes], outcomes: Sequence[_Outcome | _Task]
+    ) -> dict[Chain, list[tuple[int, int]]]:
+        """Where in a chain, and where in the request, the blocks are that others hold."""
+        found: dict[Chain, list[tuple[int, int]]] = {}
+        if self._remote is None:
+            return found
+        chain, position = None, 0
+        for place, outcome in enumerate(outcomes):
+            if outcome not in ("absent", "pending"):
+                continue
+            block, position = hashes[place], position + 1
+            if chain is None or chain.hashes[position : position + 1] != (block,):
+                chain = self._remote.find(self._namespace, block)
+                if chain is None:
+                    continue
+                position = chain.hashes.index(block)
+            found.setdefault(chain, []).append((position, place))
+        return found
+
+    async def _take_in(
+        self, transfer: Transfer, chain: Chain, coming: Sequence[tuple[int, _Task]]
+    ) -> None:
+        """Pin blocks one after the other as they come, before anything else takes their room."""
+        for position, future in coming:
+            await transfer.arrival(position)
+            if future.done():
+                continue
+            outcome = await self._arrived(chain.hashes[position])
+            if not future.done():
+                future.set_result(outcome)
+            elif not isinstance(outcome, str):
+                self._node.unpin((outcome[0],))
+
+    async def _arrived(self, block: bytes) -> _Outcome:
+        entry = self._shard.committed.get(block)
+        if entry is None:
+            return "absent"
+        if entry.dram is not None and not self._verify:
+            self._node.pin((entry,))
+            return entry, REMOTE
+        outcome = await self._fetch_one(block, False)
+        return outcome if isinstance(outcome, str) else (outcome[0], REMOTE)
+
+    # --- one block -------------------------------------------------------------------------------
 
     async def _fetch_one(self, block: bytes, wait: bool) -> _Outcome:
         shard = self._shard
@@ -170,6 +266,6 @@ class Fetch:
 
 def _outcome_of(outcome: _Outcome | _Task) -> _Outcome:
     """What came of a block; a task that is not done was too slow."""
-    if not isinstance(outcome, asyncio.Task):
+    if not isinstance(outcome, asyncio.Future):
         return outcome
     return outcome.result() if outcome.done() and not outcome.cancelled() else "deadline"

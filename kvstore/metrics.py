@@ -121,7 +121,7 @@ class Metrics:
     """Blocks not found, by reason."""
     lookups: int = 0
     """Blocks asked for by get."""
-    matched: Counter[Literal["held", "absent"]] = field(default_factory=Counter)
+    matched: Counter[Literal["held", "remote", "absent"]] = field(default_factory=Counter)
     """Blocks asked for by match and exists, by answer; they are no lookups."""
     moved_bytes: Counter[tuple[str, Direction]] = field(default_factory=Counter)
     """Payload bytes; ``in`` is towards the node."""
@@ -133,6 +133,10 @@ class Metrics:
     """Blocks received from other nodes, by the node's name."""
     pulled_bytes: Counter[str] = field(default_factory=Counter)
     """Likewise in bytes."""
+    pull_failures: Counter[str] = field(default_factory=Counter)
+    """Other nodes that did not bring what they were thought to hold, by reason."""
+    wrong_hints: int = 0
+    """Times that another node turned out not to hold what the directory said."""
     evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)
     """Extents given up, by tier and reason."""
     demotions: Counter[tuple[str, str]] = field(default_factory=Counter)

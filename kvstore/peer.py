@@ -45,6 +45,11 @@ class Peer:
         """The session there is; it says which node answers, and over which transport."""
         return self._session
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether it has failed just now, so that it would not be asked at present."""
+        return self._breaker.refuses(_now())
+
     async def ready(self, deadline: float) -> PeerSession:
         """The session to use now; where there is none, one is opened, and all wait for it.
 

@@ -18,6 +18,7 @@ from kvstore.identity import Namespace
 from kvstore.movement import Movement
 from kvstore.node import Node
 from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from kvstore.remote import Remote
 from kvstore.session import Session
 from kvstore.transports import choose
 from kvstore.units import Address
@@ -56,6 +57,10 @@ class Server:
         self.connections: set[Connection] = set()
         self.urls: list[str] = []
         """Where clients may connect to."""
+        self.tcp: Address | None = None
+        """Where it listens on TCP."""
+        self.remote: Remote | None = None
+        """The rest of the pool, for sessions opened from then on; None where the node is alone."""
         self.stopping = False
         self._movement = movement
         self._verbs = verbs
@@ -109,8 +114,8 @@ class Server:
         except OSError as error:
             listener.close()
             raise ConfigError(f"listen.tcp {address}: {error.strerror or error}") from error
-        bound = Address(address.host, listener.getsockname()[1])
-        self._add(listener, f"tcp://{bound}")
+        self.tcp = Address(address.host, listener.getsockname()[1])
+        self._add(listener, f"tcp://{self.tcp}")
 
     def _add(self, listener: socket.socket, url: str) -> None:
         listener.setblocking(False)
@@ -179,6 +184,7 @@ class Server:
                 transport=chosen.transport,
                 most_bytes=int(limits.session_pinned * self.node.dram.capacity),
                 verify=self._config.policy.integrity == "always",
+                remote=self.remote,
             )
         except BaseException:
             chosen.transport.close()

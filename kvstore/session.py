@@ -1,8 +1,8 @@
 """One client's session on a node: what it may ask, and all that it holds.
 
 A session answers what it can at once and returns a coroutine for what has to wait: a block that
-comes up from SSD, one that another session is writing, or a checksum. It does no I/O of its own:
-``kvstore.connection`` brings it requests and carries its replies away.
+comes up from SSD or from another node, one that another session is writing, or a checksum. It does
+no I/O of its own: ``kvstore.connection`` brings it requests and carries its replies away.
 
 All that it holds, leases (pins of blocks handed out), reservations and a feed of its shard that it
 follows, is bounded and ends with it.
@@ -32,6 +32,7 @@ from kvstore.protocol.messages import (
     DRAM,
     HBM,
     MAX_HASHES,
+    REMOTE,
     SSD,
     Abort,
     AbortAnswer,
@@ -57,6 +58,7 @@ from kvstore.protocol.messages import (
     Write,
     WriteAnswer,
 )
+from kvstore.remote import Remote
 from kvstore.reservation import Reservation
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
@@ -65,7 +67,8 @@ from tiers.errors import BadExtent
 from tiers.segment import Segment
 
 _ALL_IN_DRAM: Final = bytes([DRAM]) * MAX_HASHES
-_TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"))
+_TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"), (REMOTE, "remote"))
+_REMOTE: Final = bytes([REMOTE])
 
 
 @dataclass(slots=True)
@@ -102,6 +105,7 @@ class Session:
         transport: moves the payload.
         most_bytes: bytes that the session may hold pinned or reserved at once.
         verify: whether checksums are taken at put and compared at every get.
+        remote: the rest of the pool; None where the node is alone.
 
     Raises:
         NamespaceMismatch: the namespace has no such shard, or its blocks are too large.
@@ -117,6 +121,7 @@ class Session:
         transport: NodeTransport,
         most_bytes: int,
         verify: bool,
+        remote: Remote | None = None,
     ) -> None:
         if shard >= namespace.shards:
             raise NamespaceMismatch(
@@ -136,7 +141,8 @@ class Session:
         self._size = namespace.block_bytes
         self._most_blocks = most_bytes // self._size
         self._verify = verify
-        self._fetch = Fetch(node, movement, self._shard, namespace.tenant, verify=verify)
+        self._remote = remote
+        self._fetch = Fetch(node, movement, self._shard, namespace, verify=verify, remote=remote)
         self._numbers = itertools.count(1)
         self._leases: dict[int, list[Entry]] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -171,6 +177,8 @@ class Session:
             return self._get(request, deadline)  # type: ignore[arg-type]
         if kind is Write:
             return self._write(request, deadline)  # type: ignore[arg-type]
+        if kind is Match:
+            return self._match(request, deadline)  # type: ignore[arg-type]
         handler = _HANDLERS.get(kind)
         if handler is None:
             raise InvalidRequest("the session is open already")
@@ -203,7 +211,7 @@ class Session:
 
     # --- match and exists ----------------------------------------------------------------------
 
-    def _match(self, request: Match) -> Reply:
+    def _match(self, request: Match, deadline: float) -> Handled:
         began = time.perf_counter()
         node, hashes = self._node, request.hashes
         # Shards are never forgotten, so that all of them need to be found only once.
@@ -212,9 +220,25 @@ class Session:
         if request.prefetch and self._movement is not None:
             wanted = node.index.lookup(self._shard, hashes[: len(tiers)])
             self._movement.prefetch(self.namespace.tenant, wanted)
+        if self._remote is not None and len(tiers) < len(hashes):
+            return self._match_further(self._remote, request, tiers, deadline, began)
         self._count_matched(len(hashes), len(tiers))
         node.metrics.match_seconds.observe(time.perf_counter() - began)
         return Reply(MatchAnswer(tiers))
+
+    async def _match_further(
+        self, remote: Remote, request: Match, tiers: bytes, deadline: float, began: float
+    ) -> Reply:
+        """How far other nodes hold what is not here."""
+        hashes, metrics = tuple(request.hashes), self._node.metrics
+        reached = await remote.reach(self.namespace, hashes, len(tiers), deadline)
+        elsewhere = reached - len(tiers)
+        if request.prefetch and elsewhere:
+            remote.prefetch(self.namespace, hashes[:reached])
+        metrics.matched["remote"] += elsewhere
+        self._count_matched(len(hashes) - elsewhere, len(tiers))
+        metrics.match_seconds.observe(time.perf_counter() - began)
+        return Reply(MatchAnswer(tiers + _REMOTE * elsewhere))
 
     def _exists(self, request: Exists) -> Reply:
         tiers = self._node.index.exists((self._shard,), request.hashes)
@@ -254,7 +278,11 @@ class Session:
     ) -> Handled:
         """A get of which at least one block is missing."""
         found = [entry for entry in entries if entry is not None]
-        if request.wait or any(entry.dram is None for entry in found):
+        if (
+            request.wait
+            or any(entry.dram is None for entry in found)
+            or self._fetch.reaches(request.hashes)
+        ):
             return self._get_later(request, length, deadline, began)
         tiers = bytes([ABSENT if entry is None else DRAM for entry in entries])
         self._count_absent(request.hashes, tiers)
@@ -592,7 +620,6 @@ def at_once(step: Coroutine[Any, Any, T]) -> T:
 
 
 _HANDLERS: Final[dict[type, Any]] = {
-    Match: Session._match,
     Exists: Session._exists,
     Checksums: Session._checksums,
     Follow: Session._follow,

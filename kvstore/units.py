@@ -97,6 +97,14 @@ class Address(NamedTuple):
         except ValueError:
             return False
 
+    @property
+    def unspecified(self) -> bool:
+        """Whether it means all addresses of a machine, so that nobody else can connect to it."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
 
 def parse_address(value: object) -> Address:
     """An ``Address`` from ``127.0.0.1:9400``, ``[::1]:9400`` or ``host:9400``."""

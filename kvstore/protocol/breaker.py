@@ -84,6 +84,10 @@ class Breaker:
             return Decision.TRY
         return Decision.CONNECT
 
+    def refuses(self, now: float) -> bool:
+        """Whether a call at ``now`` would be refused; changes nothing."""
+        return not (self._connected and not self._timeouts) and now < self._retry_at
+
     def connection_made(self) -> None:
         """Take note that a session was opened (and so the node has answered)."""
         self._connected = True

@@ -66,7 +66,7 @@ class Hierarchy:
 
     async def get(self, hashes: Sequence[bytes], seconds: float = 5.0) -> tuple[bytes, list[str]]:
         """Tiers and reasons of misses; every byte that is returned has been compared."""
-        fetch = Fetch(self.node, self.movement, self.shard, "default", verify=False)
+        fetch = Fetch(self.node, self.movement, self.shard, NAMESPACE, verify=False)
         deadline = asyncio.get_running_loop().time() + seconds
         found = await fetch.fetch(hashes, wait=False, deadline=deadline)
         for block, entry in zip(hashes, found.entries, strict=True):

@@ -19,6 +19,8 @@ from tests.running import DaemonThread, make_config
 ROOT = Path(__file__).parents[2]
 VLLM = ROOT / "docs/engines/vllm.md"
 TRANSFORMERS = ROOT / "docs/engines/transformers.md"
+URL = "unix:///var/lib/kvstore/kvstore.sock"
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def _rows(page: Path, heading: str) -> list[list[str]]:
@@ -111,11 +113,10 @@ def test_the_example_for_transformers_hits(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     (body,) = re.findall(r"^```python\n(.*?)^```", TRANSFORMERS.read_text(), re.M | re.S)
     with DaemonThread(make_config(tmp_path)) as daemon:
-        names: dict[str, Any] = {
-            "url": daemon.url,
-            "name": str(tmp_path / "model"),
-            "revision": "1",
-        }
+        names: dict[str, Any] = {}
+        for written, meant in ((URL, daemon.url), (MODEL, str(tmp_path / "model"))):
+            assert f'"{written}"' in body
+            body = body.replace(written, meant)
         exec(compile(body, TRANSFORMERS.name, "exec"), names)  # noqa: S102 - it is our own page
     assert names["first"].saved.stored == 6
     assert names["second"].reused.tiers == {"dram": 96}

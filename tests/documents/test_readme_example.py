@@ -10,7 +10,6 @@ from tests.running import DaemonThread, make_config
 
 ROOT = Path(__file__).parents[2]
 SOCKET = "/var/lib/kvstore/kvstore.sock"
-BLOCKS = 3
 
 
 def _example(url: str) -> str:
@@ -19,24 +18,17 @@ def _example(url: str) -> str:
     return str(body).replace(f"unix://{SOCKET}", url)
 
 
-def _run(url: str, buffers: list[bytearray], blocks: list[bytes]) -> dict[str, Any]:
-    names: dict[str, Any] = {
-        "token_ids": list(range(16 * BLOCKS)),
-        "buffers": buffers,
-        "blocks": blocks,
-    }
+def _run(url: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
     exec(compile(_example(url), "README.md", "exec"), names)  # noqa: S102 - it is our own page
     return names
 
 
 def test_what_one_process_puts_the_next_one_gets(tmp_path: Path) -> None:
-    blocks = [bytes([number]) * (2 << 20) for number in range(BLOCKS)]
-    buffers = [bytearray(2 << 20) for _ in range(BLOCKS)]
     config = make_config(tmp_path, dram={"capacity": "16MiB", "segment": "16MiB"})
     with DaemonThread(config) as daemon:
-        first = _run(daemon.url, buffers, blocks)
-        assert first["held"] == 0
-        second = _run(daemon.url, buffers, blocks)
-    assert second["held"] == BLOCKS
-    assert second["found"].found == BLOCKS
-    assert buffers == blocks
+        first, second = _run(daemon.url), _run(daemon.url)
+    told = [f"{run['held']} {run['found']} {run['stored']}" for run in (first, second)]
+    assert f"# {', then '.join(told)}\n" in _example(daemon.url)
+    assert second["held"] == 3
+    assert second["buffers"] == second["blocks"]

@@ -19,6 +19,7 @@ from kvstore.directory.names import pack_numbers
 _FIELDS: Final = ("node", "incarnation", "host", "data", "control")
 _LARGEST: Final = 16_384
 _MOST_FIGURES: Final = 256
+_LARGEST_FIGURE: Final = 1e300
 
 
 def encode_member(member: Member) -> bytes:
@@ -49,14 +50,14 @@ def decode_summary(text: bytes) -> dict[str, float] | None:
     return {
         str(key): float(value)
         for key, value in figures.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and abs(value) <= _LARGEST_FIGURE
     }
 
 
 def _object(text: bytes) -> dict[str, object]:
     try:
         found = json.loads(text) if len(text) <= _LARGEST else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

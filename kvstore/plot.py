@@ -5,7 +5,7 @@ Needs the ``plot`` extra (matplotlib). The picture is PNG or SVG, as the file's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 FORMATS: Final = (".png", ".svg")
 """File endings that name a format."""
 
-_COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's palette: told apart with any colour vision."""
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES: Final = ("-", "--", ":", "-.")
 
 
@@ -60,16 +60,27 @@ def plot_hit_rate(outcomes: Sequence[Outcome], path: Path, *, title: str, block_
             to draw.
         OSError: the file cannot be written.
     """
+    if not outcomes:
+        raise ConfigError("there is nothing to plot: no capacity was simulated")
+    save(path, lambda figure: _draw(figure, _Data(outcomes, block_bytes), title))
+
+
+def save(path: Path, draw: Callable[[Figure], None]) -> None:
+    """Write a picture that `draw` puts on an empty figure.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        ConfigError: the file's ending names no format, or its folder is missing.
+        OSError: the file cannot be written.
+    """
     check_plot(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    if not outcomes:
-        raise ConfigError("there is nothing to plot: no capacity was simulated")
     style: dict[Any, Any] = {"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "kvstore"}
     with mpl.rc_context(style):
         figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-        _draw(figure, _Data(outcomes, block_bytes), title)
+        draw(figure)
         figure.savefig(path, format=path.suffix.lower()[1:], metadata=_metadata(path))
 
 
@@ -141,8 +152,8 @@ def _draw(figure: Figure, data: _Data, title: str) -> None:
             shares,
             rates,
             label=data.label(policy, other),
-            color=_COLOURS[kind % len(_COLOURS)],
-            marker=_MARKERS[kind % len(_MARKERS)],
+            color=COLOURS[kind % len(COLOURS)],
+            marker=MARKERS[kind % len(MARKERS)],
             linestyle=_DASHES[data.dash(policy, other) % len(_DASHES)],
             markersize=5,
             linewidth=1.6,
@@ -168,12 +179,17 @@ def _scale(axes: Axes, data: _Data) -> None:
         FuncFormatter(lambda share, _: f"{round(share, 2) or share:g} %")
     )
     axes.set_xlabel(f"{data.tier} capacity (% of the trace's {data.unique:,} unique blocks)")
+    finish(axes)
+    _size_axis(axes, data)
+
+
+def finish(axes: Axes) -> None:
+    """What all pictures of hit rates share: the upright axis, a grid, no frame."""
     axes.set_ylabel("hit rate (% of block accesses)")
     axes.set_ylim(bottom=0)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    _size_axis(axes, data)
 
 
 def _size_axis(axes: Axes, data: _Data) -> None:

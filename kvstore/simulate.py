@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.capacity import Capacity
-from kvstore.entry import DRAM_CODE, IN_DRAM, IN_SSD, Entry
+from kvstore.entry import DRAM_CODE, IN_DRAM, IN_SSD, REPLICA, Entry
 from kvstore.errors import ConfigError, ParentAbsent
+from kvstore.feed import Feed
 from kvstore.identity import ROOT_PARENT
 from kvstore.index import Index
 from kvstore.ssd_log import SsdLog
@@ -45,6 +46,7 @@ class Workload:
         unique: blocks that differ.
         accesses: blocks of all requests.
         tokens: tokens of all requests.
+        seconds: from the first request to the last, by the trace's own times.
     """
 
     def __init__(self, requests: Iterable[Request], block_tokens: int) -> None:
@@ -52,12 +54,15 @@ class Workload:
         self.chains: list[list[bytes]] = []
         self.input_lengths: list[int] = []
         self.block_tokens = block_tokens
+        times: list[float] = []
         for request in requests:
+            times.append(request.timestamp)
             self.chains.append(names.chain(request.hash_ids))
             self.input_lengths.append(request.input_length)
         self.unique = len({name for chain in self.chains for name in chain})
         self.accesses = sum(map(len, self.chains))
         self.tokens = sum(self.input_lengths)
+        self.seconds = (max(times) - min(times)) / 1000 if times else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +187,17 @@ def simulate(
 
 
 class Simulation:
-    """A node without bytes: what an index holds while the requests of a trace go by."""
+    """A node without bytes: what an index holds while the requests of a trace go by.
 
-    def __init__(self, workload: Workload, configuration: Configuration) -> None:
+    Args:
+        workload: the trace.
+        configuration: policy and capacities.
+        feed: is told of blocks stored and removed.
+    """
+
+    def __init__(
+        self, workload: Workload, configuration: Configuration, feed: Feed | None = None
+    ) -> None:
         self.outcome = Outcome(
             policy=configuration.policy,
             dram_blocks=configuration.dram_blocks,
@@ -198,6 +211,7 @@ class Simulation:
         self._capacity = sys.maxsize if dram_blocks is None else dram_blocks
         self._index = Index(make_policy(configuration.policy, self._capacity))
         self._shard = self._index.shard(bytes(32), 0, 1)
+        self._shard.feed = feed
         self._shards = [self._shard]
         self._whole_prefixes = configuration.whole_prefixes
         self._block_tokens = workload.block_tokens
@@ -208,18 +222,33 @@ class Simulation:
 
     def send(self, chain: Sequence[bytes], input_length: int) -> None:
         """Match, use what is there, store the rest."""
-        self._now += 1.0
-        codes = self._index.match(self._shards, chain)
-        held = len(codes)
-        if held:
-            self._count_hits(codes, input_length, whole=held == len(chain))
-            committed = self._shard.committed
-            entries = [committed[name] for name in chain[:held]]
-            if codes.count(DRAM_CODE) < held:
-                self._promote(entries)
-            self._index.touch(entries, self._now)
+        held = self.use(chain, input_length)
         if held < len(chain):
-            self._store(chain[held:], chain[held - 1] if held else ROOT_PARENT)
+            self.store(chain[held:], chain[held - 1] if held else ROOT_PARENT)
+
+    def use(self, chain: Sequence[bytes], input_length: int) -> int:
+        """Match, count what is there as hits and note its use.
+
+        Returns:
+            How many blocks are there, from the first on.
+        """
+        codes = self._index.match(self._shards, chain)
+        if codes:
+            self._count_hits(codes, input_length, whole=len(codes) == len(chain))
+        self.lend(chain[: len(codes)])
+        return len(codes)
+
+    def lend(self, names: Sequence[bytes]) -> None:
+        """Note the use of blocks that are held, by this node's clients or by another node."""
+        self._now += 1.0
+        entries = [self._shard.committed[name] for name in names]
+        if not all(entry.state & IN_DRAM for entry in entries):
+            self._promote(entries)
+        self._index.touch(entries, self._now)
+
+    def own(self, name: bytes) -> None:
+        """Count a block that is held as no replica: no other node has it any more."""
+        self._index.own([self._shard.committed[name]])
 
     def result(self) -> Outcome:
         """What has happened so far."""
@@ -239,15 +268,24 @@ class Simulation:
             last = "dram" if codes[-1] == DRAM_CODE else "ssd"
             outcome.hit_tokens[last] -= len(codes) * size - input_length
 
-    def _store(self, names: Sequence[bytes], parent: bytes) -> None:
-        """Reserve, make room for and place a chain of blocks, root first, then commit them."""
+    def store(self, names: Sequence[bytes], parent: bytes, *, replica: bool = False) -> int:
+        """Reserve, make room for and place a chain of blocks, root first, then commit them.
+
+        Args:
+            names: the blocks, none of them held.
+            parent: the block before them.
+            replica: whether another node has them.
+
+        Returns:
+            How many found room.
+        """
         index, shard, now, capacity = self._index, self._shard, self._now, self._capacity
         if not self._whole_prefixes:
             names, parent = self._absent(names), ROOT_PARENT
         stored: list[Entry] = []
         for name in names:
             try:
-                entry = index.reserve(shard, name, parent, now)
+                entry = index.reserve(shard, name, parent, now, replica=replica)
             except ParentAbsent:
                 break
             if shard.in_dram >= capacity and not self._make_room():
@@ -259,9 +297,11 @@ class Simulation:
             if self._whole_prefixes:
                 parent = name
         self.outcome.refused += len(names) - len(stored)
+        found_room = len(stored)
         if self._ssd is not None:
             stored = [entry for entry in stored if not entry.gone]
         index.commit(stored, now)
+        return found_room
 
     def _absent(self, names: Sequence[bytes]) -> list[bytes]:
         """Those of ``names`` that are not held; the use of the others is noted."""
@@ -282,12 +322,15 @@ class Simulation:
         self._index.unpin(entries)
 
     def _make_room(self) -> bool:
-        """Take one block out of DRAM: down to the SSD if there is one, else out of the node."""
+        """Take one block out of DRAM: down to the SSD if there is one, else out of the node.
+
+        A replica that has no copy on the SSD gets none.
+        """
         victim = next(self._index.victims(), None)
         if victim is None:
             return False
         if self._ssd is not None:
-            if not victim.state & IN_SSD:
+            if not victim.state & (IN_SSD | REPLICA):
                 self._copy_down(self._ssd, victim)
             if victim.state & IN_SSD and not victim.gone:
                 self._index.displace(victim, "dram")

@@ -1,13 +1,15 @@
 """``simulate``: what a trace would hit at several capacities, with several policies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from kvstore.cli.options import AsJson, offered
 from kvstore.cli.output import console, print_json, share, table
+from kvstore.cli.simulate_pool import format_blocks, pool_fields, pool_table
 from kvstore.cli.traces import (
     BlockSize,
     BlockTokens,
@@ -21,13 +23,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvstore.simulate import Configuration, Outcome, Workload
+    from kvstore.simulate_pool import PoolConfiguration
 
 DEFAULT_DRAM: Final = "1%,2%,5%,10%,25%,50%,infinite"
+DEFAULT_POOL_DRAM: Final = "10%"
 _CAPACITY: Final = "% of the trace's unique blocks (5%), blocks (4096), bytes (8GiB) or infinite"
 
 Dram = Annotated[
     list[str] | None,
-    typer.Option("--dram", help=f"DRAM capacities: {_CAPACITY}.", show_default=DEFAULT_DRAM),
+    typer.Option(
+        "--dram",
+        help=f"DRAM capacities: {_CAPACITY}.",
+        show_default=f"{DEFAULT_DRAM}; {DEFAULT_POOL_DRAM} with --nodes",
+    ),
 ]
 Ssd = Annotated[
     list[str] | None,
@@ -49,8 +57,33 @@ Orphans = Annotated[
         help="Let blocks outlive the block before them, as a plain cache would and no node does.",
     ),
 ]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--nodes",
+        help="Numbers of nodes that share the capacities evenly: one pool against isolated nodes.",
+    ),
+]
+Routing = Annotated[
+    str,
+    typer.Option(
+        "--routing",
+        help="How a request gets its node, with --nodes: random, round-robin or prefix (the node "
+        "with most of its prefix).",
+        autocompletion=offered("random", "round-robin", "prefix"),
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of what is random, with --nodes.")]
+OwnLast = Annotated[
+    bool,
+    typer.Option(
+        "--own-last",
+        help="Let a node learn, with --nodes, that it holds the last copy, and keep it as its own.",
+    ),
+]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw hit rate against capacity: a .png or .svg file.")
+    Path | None,
+    typer.Option("--plot", help="Draw hit rate against capacity, or nodes: a .png or .svg file."),
 ]
 
 
@@ -68,6 +101,10 @@ def simulate(
     block_tokens: BlockTokens = 512,
     requests: FirstRequests = None,
     orphans: Orphans = False,
+    nodes: Nodes = None,
+    routing: Routing = "random",
+    seed: Seed = 0,
+    own_last: OwnLast = False,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -76,14 +113,19 @@ def simulate(
     Options that take several values may be repeated, or given as a list with commas. Every
     combination is one row. The hit rate is that of the longest contiguous prefix held when a
     request arrives, over all its blocks.
+
+    With --nodes, capacities are those of all nodes together. What one node doesn't have it pulls
+    from another; the gain is what that hits for each hit of nodes that don't.
     """
     from kvstore.capacity import Capacity
-    from kvstore.plot import check_plot, plot_hit_rate
+    from kvstore.plot import check_plot
     from kvstore.simulate import configurations
+    from kvstore.simulate_pool import pool_configurations
 
     if plot is not None:
         check_plot(plot)
-    upper = [Capacity.parse(text) for text in _split(dram or [DEFAULT_DRAM])]
+    usual = DEFAULT_DRAM if nodes is None else DEFAULT_POOL_DRAM
+    upper = [Capacity.parse(text) for text in _split(dram or [usual])]
     lower = [Capacity.parse(text) for text in _split(ssd or ["0"])]
     block_bytes = parse_block_size(block_size)
     workload = _load(trace, block_tokens, requests)
@@ -95,17 +137,68 @@ def simulate(
         block_bytes=block_bytes,
         whole_prefixes=not orphans,
     )
-    outcomes = _run(workload, chosen)
-    if as_json:
-        print_json(_document(trace, workload, outcomes, block_bytes))
+    if nodes is None:
+        answer = _one_node(workload, chosen, block_bytes)
     else:
-        _print(trace, workload, outcomes, block_bytes)
-    if plot is not None:
-        plot_hit_rate(
-            outcomes, plot, title=f"Prefix hit rate of {trace.name}", block_bytes=block_bytes
+        pools = pool_configurations(
+            chosen, _numbers(nodes), routing=routing, seed=seed, own_last=own_last
         )
+        answer = _pools(workload, pools, block_bytes)
+    if as_json:
+        print_json({**_document(trace, workload, block_bytes), "outcomes": answer.fields})
+    else:
+        _print(trace, workload, answer.table, block_bytes)
+    if plot is not None:
+        answer.plot(plot, title=f"Prefix hit rate of {trace.name}", block_bytes=block_bytes)
         if not as_json:
             console().print(f"Plot written to {plot}")
+
+
+class _Answer(NamedTuple):
+    """What was found, ready to be shown in each way."""
+
+    fields: list[dict[str, object]]
+    table: "Table"
+    plot: Callable[..., None]
+
+
+def _one_node(workload: "Workload", chosen: "Sequence[Configuration]", block_bytes: int) -> _Answer:
+    from kvstore.plot import plot_hit_rate
+    from kvstore.simulate import simulate as run
+
+    outcomes = []
+    with progress_bar(len(chosen) * workload.accesses, "simulating") as advance:
+        for one in chosen:
+            outcomes.append(run(workload, one, advance))
+    return _Answer(
+        [_fields(outcome) for outcome in outcomes],
+        _table(outcomes, block_bytes),
+        partial(plot_hit_rate, outcomes),
+    )
+
+
+def _pools(
+    workload: "Workload", chosen: "Sequence[PoolConfiguration]", block_bytes: int
+) -> _Answer:
+    from kvstore.plot_pool import plot_pool_hit_rate
+    from kvstore.simulate_pool import simulate_pool as run
+
+    outcomes = []
+    with progress_bar(2 * len(chosen) * workload.accesses, "simulating") as advance:
+        for one in chosen:
+            outcomes.append(run(workload, one, advance))
+    return _Answer(
+        [pool_fields(outcome) for outcome in outcomes],
+        pool_table(outcomes, block_bytes),
+        partial(plot_pool_hit_rate, outcomes),
+    )
+
+
+def _numbers(values: Sequence[str]) -> list[int]:
+    try:
+        return [int(text) for text in _split(values)]
+    except ValueError as error:
+        raise typer.BadParameter("expected numbers such as 1,2,4", param_hint="--nodes") from error
 
 
 def _split(values: Sequence[str]) -> list[str]:
@@ -121,27 +214,15 @@ def _load(path: Path, block_tokens: int, requests: int | None) -> "Workload":
     return Workload(islice(Trace(path, block_tokens=block_tokens), requests), block_tokens)
 
 
-def _run(workload: "Workload", chosen: "Sequence[Configuration]") -> "list[Outcome]":
-    from kvstore.simulate import simulate as run
-
-    outcomes = []
-    with progress_bar(len(chosen) * workload.accesses, "simulating") as advance:
-        for one in chosen:
-            outcomes.append(run(workload, one, advance))
-    return outcomes
-
-
-def _document(
-    trace: Path, workload: "Workload", outcomes: "Sequence[Outcome]", block_bytes: int
-) -> dict[str, object]:
+def _document(trace: Path, workload: "Workload", block_bytes: int) -> dict[str, object]:
     return {
         "trace": str(trace),
         "requests": len(workload.chains),
         "accesses": workload.accesses,
         "unique_blocks": workload.unique,
         "tokens": workload.tokens,
+        "seconds": workload.seconds,
         "block_bytes": block_bytes,
-        "outcomes": [_fields(outcome) for outcome in outcomes],
     }
 
 
@@ -162,9 +243,7 @@ def _fields(outcome: "Outcome") -> dict[str, object]:
     }
 
 
-def _print(
-    trace: Path, workload: "Workload", outcomes: "Sequence[Outcome]", block_bytes: int
-) -> None:
+def _print(trace: Path, workload: "Workload", rows: "Table", block_bytes: int) -> None:
     from kvstore.units import format_size
 
     reuse = share(workload.accesses - workload.unique, workload.accesses)
@@ -174,7 +253,7 @@ def _print(
         f"{workload.unique:,} unique blocks, {reuse} of accesses could hit; "
         f"blocks of {format_size(block_bytes)}"
     )
-    screen.print(_table(outcomes, block_bytes))
+    screen.print(rows)
 
 
 def _table(outcomes: "Sequence[Outcome]", block_bytes: int) -> "Table":
@@ -187,12 +266,12 @@ def _table(outcomes: "Sequence[Outcome]", block_bytes: int) -> "Table":
     for outcome in outcomes:
         row = [
             _policy(outcome),
-            _size(outcome.dram_blocks, block_bytes),
+            format_blocks(outcome.dram_blocks, block_bytes),
             _count(outcome.dram_blocks),
         ]
         if with_ssd:
             row += [
-                _size(outcome.ssd_blocks, block_bytes),
+                format_blocks(outcome.ssd_blocks, block_bytes),
                 share(outcome.hit_blocks["dram"], outcome.accesses),
                 share(outcome.hit_blocks["ssd"], outcome.accesses),
                 format_size(outcome.written * block_bytes),
@@ -205,14 +284,6 @@ def _policy(outcome: "Outcome") -> str:
     if outcome.dram_blocks is None:
         return "any"
     return outcome.policy if outcome.whole_prefixes else f"{outcome.policy}, orphans"
-
-
-def _size(blocks: int | None, block_bytes: int) -> str:
-    from kvstore.units import format_size
-
-    if not blocks:
-        return "infinite" if blocks is None else "-"
-    return format_size(blocks * block_bytes)
 
 
 def _count(blocks: int | None) -> str:

@@ -65,9 +65,39 @@ def test_simulate_draws_and_takes_a_part_of_the_trace(
     assert "synthetic-excerpt.jsonl" in plot.read_text()
 
 
+def test_simulate_compares_a_pool_with_isolated_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "pools.svg"
+    arguments = ["simulate", TRACE, "--dram", "20%", "--nodes", "1,4", "--routing", "round-robin"]
+    assert main([*arguments, "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if line.startswith(" lru")]
+    assert [row[4] for row in rows] == ["1", "4"]
+    for column in ("LOCAL", "REMOTE", "ISOLATED", "GAIN", "LOOKUPS", "PULLED", "COPIES"):
+        assert column in text
+    assert "nodes, which share" in plot.read_text()
+    assert main([*arguments, "--seed", "3", "--own-last", "--json"]) == 0
+    document = as_json(capsys)
+    one, four = document["outcomes"]
+    assert document["seconds"] > 0
+    assert (one["nodes"], one["gain"], one["pulled"]) == (1, 1.0, 0)
+    assert (four["nodes"], four["routing"], four["seed"]) == (4, "round-robin", 3)
+    assert four["own_last"] is True
+    assert four["pulled"] == four["pooled"]["remote_blocks"] > 0
+    assert four["hit_rate"] * document["accesses"] == pytest.approx(
+        four["pooled"]["local_blocks"] + four["pooled"]["remote_blocks"]
+    )
+    assert four["isolated"]["remote_blocks"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
+        (["--nodes", "some"], 2, "expected numbers such as 1,2,4"),
+        (["--nodes", "0"], 2, "a pool has 1 to 4096 nodes"),
+        (["--nodes", "2", "--routing", "best"], 2, "no routing is called 'best'"),
+        (["--nodes", "2", "--orphans"], 2, "there are no orphans"),
         (["--dram", "lots"], 2, "expected a capacity such as 5%"),
         (["--dram", "0"], 2, "DRAM must have room for one block"),
         (["--policy", "mru"], 2, "no policy is called 'mru'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ _AUTO: Final = {"unix": ("shm", "tcp"), "tcp": ("rdma", "tcp")}
 """What ``auto`` offers over each kind of socket, the best first."""
 _NAMED: Final = {"unix": ("shm", "rdma", "tcp"), "tcp": ("rdma", "tcp")}
 """What can be had over each kind of socket."""
+
+_OPERATORS: Final = {9400: "control", 9401: "metrics"}
+"""Ports of a daemon that take no sessions, unless it was told otherwise."""
+_HOST_AND_PORT: Final = re.compile(r"(?:\w+://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,20 @@ class Endpoint:
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"{url!r} is no address of a node: {error}") from error
-        if parts.scheme == "unix" and parts.path and not parts.netloc:
+        if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
             return cls(url, "unix", path=parts.path)
         if parts.scheme == "tcp" and parts.hostname and port and parts.path in ("", "/"):
             return cls(url, "tcp", host=parts.hostname, port=port)
-        raise ConfigError(f"{url!r} is no address of a node: unix:///path or tcp://host:port")
+        raise ConfigError(
+            f"{url!r} is no address of a node: unix:///path or tcp://host:port{hint(url)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do where nobody answers there."""
+        if self.port in _OPERATORS:
+            return _not_for_sessions(self.port)
+        return "start one with: kvstore serve"
 
     def offers(self, transport: str) -> list[str]:
         """The transports to offer to the node, the best first.
@@ -97,6 +111,29 @@ class Endpoint:
         except OSError as error:
             raise Unavailable(f"{self.host} is not known: {error}") from error
         return [(family, address) for family, _, _, _, address in found]
+
+
+def hint(url: str) -> str:
+    """What somebody may have meant by what is no address of a node, to follow a message."""
+    if found := _HOST_AND_PORT.fullmatch(url):
+        port = int(found[2])
+        if port in _OPERATORS:
+            return f"; {_not_for_sessions(port)}"
+        return f"; did you mean tcp://{found[1]}:{port}?"
+    scheme, separator, path = url.rpartition(":")
+    if scheme in ("", "unix", "file"):
+        if path.startswith("/") and ("/" in path.lstrip("/") or not path.startswith("//")):
+            return f"; did you mean unix:///{path.lstrip('/')}?"
+        if separator:
+            return "; the path of a socket begins with /"
+    return ""
+
+
+def _not_for_sessions(port: int) -> str:
+    return (
+        f"{port} is the {_OPERATORS[port]} address of a daemon, which takes no sessions: use its "
+        "Unix socket, or the address of kvstore serve --tcp"
+    )
 
 
 class Offered(NamedTuple):

@@ -26,7 +26,7 @@ from pydantic import (
     field_validator,
 )
 
-from client.endpoint import Endpoint
+from client.endpoint import Endpoint, hint
 from kvstore.errors import ConfigError
 from kvstore.identity import MAX_TEXT_BYTES
 
@@ -38,6 +38,11 @@ _MAX_TOKEN: Final = 4096
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s|m|)")
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0}
 _LONGEST: Final = 3600.0
+
+_OF_OTHERS: Final = ("KVSTORE_CONFIG", "KVSTORE_CONTROL", "KVSTORE_REDIS_PASSWORD")
+"""Variables of the daemon and its commands, beside those with a section (two underscores)."""
+_NEAR: Final = 0.85
+"""How much alike two names are of which one may be the other misspelled."""
 
 
 def default_state_directory(environ: Mapping[str, str]) -> Path:
@@ -141,7 +146,7 @@ class Settings(BaseModel):
         try:
             return Endpoint.parse(url).url
         except ConfigError as error:
-            raise ValueError("expected unix:///path or tcp://host:port") from error
+            raise ValueError(f"expected unix:///path or tcp://host:port{hint(url)}") from error
 
     def reveal_token(self) -> str | None:
         """The token that sessions present, or None where none was given."""
@@ -179,6 +184,25 @@ class Settings(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError("\n".join(_explained(error, values, sources))) from None
+
+
+def misspelled(environ: Mapping[str, str]) -> list[str]:
+    """Variables that mean nothing to anybody and look like one of an option; each a sentence.
+
+    Others that begin like ours may be anybody's, a cluster's for a service of this name, say.
+
+    Args:
+        environ: the environment.
+    """
+    known = [ENVIRONMENT_PREFIX + name.upper() for name in Settings.model_fields]
+    return [
+        f"{name} in the environment means nothing; did you mean {near[0]}?"
+        for name in sorted(environ)
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and name not in (*known, *_OF_OTHERS)
+        and "__" not in name
+        and (near := difflib.get_close_matches(name, known, n=1, cutoff=_NEAR))
+    ]
 
 
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:

@@ -194,3 +194,31 @@ class TestToken:
 def test_settings_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         Settings.read({}, {}).tenant = "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVSTORE_LOOKUP_DEADLIN", "KVSTORE_LOOKUP_DEADLINE"),
+        ("KVSTORE_TENNANT", "KVSTORE_TENANT"),
+        ("KVSTORE_URI", "KVSTORE_URL"),
+    ],
+)
+def test_misspelled_variables_are_told_of(name, meant):
+    sentences = under_test.misspelled({name: "x", meant: "y", "PATH": "/bin"})
+    assert sentences == [f"{name} in the environment means nothing; did you mean {meant}?"]
+
+
+def test_variables_of_others_are_left_alone():
+    keys = sources.keys()
+    known = [f"KVSTORE_{key.upper().replace('.', '__')}" for key in keys]
+    ours = [f"KVSTORE_{name.upper()}" for name in Settings.model_fields]
+    daemons = [sources.FILE_VARIABLE, "KVSTORE_CONTROL", "KVSTORE_REDIS_PASSWORD"]
+    of_a_service = ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT", "KVSTORE_PORT_9402_TCP_PROTO"]
+    names = [*known, *ours, *daemons, *of_a_service]
+    assert under_test.misspelled(dict.fromkeys(names, "x")) == []
+
+
+def test_an_address_that_is_none_has_a_hint():
+    with pytest.raises(ConfigError, match=r"did you mean unix:///run/kvstore.sock\?"):
+        Settings.read({"url": "/run/kvstore.sock"}, {})

@@ -37,7 +37,7 @@ from client.vllm.publishing import locality_of
 from client.vllm.replicas import replicas
 from client.vllm.routers import Routers
 from client.vllm.scheduler import SchedulerSide
-from client.vllm.sessions import client_of, node_of, shard_clients
+from client.vllm.sessions import client_of, link_of, node_of, shard_clients
 from client.vllm.settings import Settings
 from client.vllm.statistics import KVStorePromMetrics, KVStoreStats
 from client.vllm.support import check_backends, check_company, check_supported
@@ -199,7 +199,10 @@ class KVStoreConnector(KVConnectorBase_V1):
         client = client_of(self.settings, namespace, rank // alike)
         self._handshake = Handshake(namespace.describe())
         saver = rank % alike == 0
-        self._worker = WorkerSide(self.settings, client, memory, saver=saver, counts=self.counts)
+        link = link_of(self.settings, client)
+        self._worker = WorkerSide(
+            self.settings, client, link, memory, saver=saver, counts=self.counts
+        )
         self._worker.open()
         logger.info("blocks of %d bytes in %s", memory.layout.block_bytes, namespace)
 

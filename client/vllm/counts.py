@@ -48,13 +48,24 @@ COUNTS: Final = (
         "Tokens that the store was asked for: those in full blocks that the engine did not hold.",
     ),
     Count("matched_tokens", "tokens", "Tokens of those asked for that the store held."),
+    Count(
+        "waits",
+        "requests",
+        "Requests whose load was to wait for blocks that another engine computed.",
+    ),
     Count("load_jobs", "jobs", "Loads into the engine's memory that ended, well or badly."),
     Count("loaded_blocks", "blocks", "Blocks read from the store into the engine's memory."),
     Count("loaded_bytes", "bytes", "Bytes read from the store into the engine's memory."),
     Count(
         "load_seconds",
         "seconds",
-        "Time spent on loads, summed over loads; loads at the same time count each.",
+        "Time spent on loads, without waiting, summed over loads; those at the same time count "
+        "each.",
+    ),
+    Count(
+        "wait_seconds",
+        "seconds",
+        "Time that loads waited for blocks which another engine computed, summed over loads.",
     ),
     Count(
         "failed_load_blocks",

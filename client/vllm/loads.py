@@ -68,6 +68,8 @@ class Running:
         done: how many of its blocks are there.
         moved: when the last of them came.
         due: when to look for more, where it waits.
+        rested: since when it waits; ``None`` while it is worked on.
+        waited: seconds that it has waited so far.
     """
 
     job: LoadJob
@@ -76,6 +78,8 @@ class Running:
     done: int = 0
     moved: float = 0.0
     due: float = 0.0
+    rested: float | None = None
+    waited: float = 0.0
 
     @property
     def end(self) -> float:
@@ -86,6 +90,13 @@ class Running:
         """Set when to look again."""
         pause = min(max(POLL, (now - self.moved) * POLL_SHARE), LONGEST_POLL)
         self.due = min(now + pause, self.end)
+        self.rested = now
+
+    def wake(self, now: float) -> None:
+        """Take note that it waits no longer."""
+        if self.rested is not None:
+            self.waited += max(0.0, now - self.rested)
+            self.rested = None
 
 
 class Loads:
@@ -100,6 +111,7 @@ class Loads:
         deadline: seconds without an answer after which a load is given up.
         counts: what was done.
         progress: told of each end.
+        lost: called when the node gives no answer.
         clock: seconds that only grow.
     """
 
@@ -112,6 +124,7 @@ class Loads:
         deadline: float,
         counts: Counts,
         progress: Progress,
+        lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -120,6 +133,7 @@ class Loads:
         self._deadline = deadline
         self._counts = counts
         self._progress = progress
+        self._lost = lost
         self._clock = clock
         self._piece = max(1, PIECE_BYTES // block_bytes)
         self._asked: queue.SimpleQueue[Running | str | None] = queue.SimpleQueue()
@@ -186,12 +200,14 @@ class Loads:
 
     def _go_on(self, running: Running) -> None:
         """Load what is there; the boundary that keeps errors from the engine."""
+        running.wake(self._clock())
         try:
             while running.done < len(running.job.hashes) and self._load_piece(running):
                 pass
         except Unavailable as error:
             # The others wait for the same node, and what it held is likely to be lost.
             logger.warning("no blocks are waited for any more: %s", error)
+            self._lost()
             self._end_all([running, *self._take_waiting()])
             return
         except Exception:
@@ -218,6 +234,8 @@ class Loads:
         if running.job.wait and not (hashes := hashes[: self._committed(hashes)]):
             return False
         with self._client.view(hashes, deadline=self._deadline) as views:
+            if views.failure is not None:
+                self._lost()
             found = views.prefix
             blocks = [view for view in views[:found] if view is not None]
             if blocks:
@@ -249,10 +267,12 @@ class Loads:
             self._end(each)
 
     def _end(self, running: Running) -> None:
-        job, done = running.job, running.done
+        job, done, now = running.job, running.done, self._clock()
+        running.wake(now)
         self._counts.add(
             load_jobs=1,
-            load_seconds=max(0.0, self._clock() - running.began),
+            load_seconds=max(0.0, now - running.began - running.waited),
+            wait_seconds=running.waited,
             failed_load_blocks=len(job.hashes) - done,
         )
         self._progress.loaded(job.request, job.blocks[done:])

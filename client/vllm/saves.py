@@ -102,6 +102,7 @@ class Saves:
         deadline: seconds that one save may take.
         counts: what was done.
         progress: told of each end.
+        lost: called when the node gives no answer.
         clock: seconds that only grow.
     """
 
@@ -114,6 +115,7 @@ class Saves:
         deadline: float,
         counts: Counts,
         progress: Progress,
+        lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -122,6 +124,7 @@ class Saves:
         self._deadline = deadline
         self._counts = counts
         self._progress = progress
+        self._lost = lost
         self._clock = clock
         self._asked: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         self._retries: list[Running] = []
@@ -193,6 +196,8 @@ class Saves:
         blocks = EngineBlocks(self._memory, job.blocks[done:], running.mark)
         result = self._client.put(job.hashes[done:], blocks, parent=parent, deadline=self._deadline)
         self._answers = result.failure is None
+        if not self._answers:
+            self._lost()
         return result
 
     def _judge(self, running: Running, result: PutResult) -> None:

@@ -289,6 +289,7 @@ class SchedulerSide:
         self._plan.held(request_id, last)
         wait = max(0.0, watched.until - self._clock())
         load = self._plan.load(request_id, ours, first, wait)
+        self._counts.add(waits=int(wait > 0))
         watched.until = watched.asked = float("-inf")
         self._step.loads.append(load)
 
@@ -435,6 +436,9 @@ class SchedulerSide:
         self._counts.add(lookups=1, asked_tokens=asked, matched_tokens=matched)
         if codes is None:
             self._counts.add(lookup_timeouts=1)
+            for node in self._nodes:
+                if not node.link.up:
+                    node.link.went_without()
         self._plan.held(watched.request.request_id, len(watched.codes))
         if self._listener is not None and watched.codes:
             found = hashes[: len(watched.codes)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from client.blocking import Client
 from client.connect import prepare
+from client.endpoint import Endpoint
 from client.vllm.link import Link
 from client.vllm.scheduler import Node
 from client.vllm.settings import Settings
@@ -34,10 +35,16 @@ def client_of(settings: Settings, namespace: Namespace, shard: int = 0) -> Clien
     )
 
 
+def link_of(settings: Settings, client: Client) -> Link:
+    """What keeps a client connected; not begun yet."""
+    url = settings.url
+    return Link(client, f"the node at {url}", Endpoint.parse(url).advice)
+
+
 def node_of(settings: Settings, namespace: Namespace) -> Node:
     """A session for lookups, which speak of all shards; waits a moment for it to be opened."""
     client = client_of(settings, namespace)
-    link = Link(client, f"the node at {settings.url}")
+    link = link_of(settings, client)
     link.open(settings.connect_deadline)
     return Node(client, link)
 

@@ -53,11 +53,17 @@ class KVStoreStats(KVConnectorStats):
         count = {each.name: self.data.get(each.name, 0) for each in COUNTS}
         summary = {
             "lookups": count["lookups"],
+            "tokens asked for": count["asked_tokens"],
+            "tokens found": count["matched_tokens"],
             "hit share": _ratio(count["matched_tokens"], count["asked_tokens"]),
             "loaded blocks": count["loaded_blocks"],
             "GB/s of a load": _speed(count["loaded_bytes"], count["load_seconds"]),
             "stored blocks": count["stored_blocks"],
             "GB/s of a save": _speed(count["saved_bytes"], count["save_seconds"]),
+        }
+        waiting = {
+            "requests that waited": count["waits"],
+            "seconds waited": count["wait_seconds"],
         }
         trouble = {
             "lookups without answer": count["lookup_timeouts"],
@@ -67,7 +73,8 @@ class KVStoreStats(KVConnectorStats):
             + count["skipped_save_blocks"],
             "errors": count["guarded_errors"],
         }
-        summary |= {name: number for name, number in trouble.items() if number}
+        rare = waiting | trouble
+        summary |= {name: number for name, number in rare.items() if number}
         return {name: _short(number) for name, number in summary.items() if number is not None}
 
 

@@ -42,6 +42,7 @@ class WorkerSide:
     Args:
         settings: of the connector.
         client: of the namespace and shard that the worker's blocks belong to.
+        link: keeps it connected.
         memory: the worker's KV tensors.
         saver: whether this worker saves; of several that hold the same bytes only one does.
         counts: what was done.
@@ -51,6 +52,7 @@ class WorkerSide:
         self,
         settings: Settings,
         client: Client,
+        link: Link,
         memory: PagedMemory,
         *,
         saver: bool,
@@ -60,7 +62,7 @@ class WorkerSide:
         self._saver = saver
         self._counts = counts
         self._progress = Progress()
-        self._link = Link(client, f"the node at {settings.url}")
+        self._link = link
         size = memory.layout.block_bytes
         self._loads = Loads(
             client,
@@ -69,6 +71,7 @@ class WorkerSide:
             deadline=settings.load_deadline,
             counts=counts,
             progress=self._progress,
+            lost=link.failed,
         )
         self._saves = Saves(
             client,
@@ -77,6 +80,7 @@ class WorkerSide:
             deadline=settings.save_deadline,
             counts=counts,
             progress=self._progress,
+            lost=link.failed,
         )
 
     def open(self) -> None:

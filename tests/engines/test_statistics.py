@@ -66,12 +66,22 @@ def test_the_log_says_how_well_it_went() -> None:
     ).reduce()
     assert summary == {
         "lookups": 4,
+        "tokens asked for": 3_000,
+        "tokens found": 1_000,
         "hit share": 0.3333,
         "loaded blocks": 10,
         "GB/s of a load": 1.5,
         "stored blocks": 7,
         "GB/s of a save": 1.429,
     }
+
+
+def test_the_log_tells_waiting_from_loading() -> None:
+    summary = stats(
+        waits=3, wait_seconds=5.5, loaded_blocks=38, loaded_bytes=1e9, load_seconds=0.5
+    ).reduce()
+    assert (summary["requests that waited"], summary["seconds waited"]) == (3, 5.5)
+    assert (summary["loaded blocks"], summary["GB/s of a load"]) == (38, 2)
 
 
 def test_the_log_says_what_went_wrong() -> None:
@@ -87,6 +97,8 @@ def test_the_log_says_what_went_wrong() -> None:
     ).reduce()
     assert summary == {
         "lookups": 0,
+        "tokens asked for": 0,
+        "tokens found": 0,
         "loaded blocks": 0,
         "stored blocks": 0,
         "lookups without answer": 1,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import pytest
 
 from client.results import GetResult
-from client.vllm.link import Link
-from kvstore.errors import Unavailable
+from client.vllm.link import REMIND, Link
+from kvstore.errors import AccessDenied, KVStoreError, Unavailable
 from tests.running import wait_for
+
+Told: TypeAlias = Callable[[], list[tuple[str, str]]]
 
 
 class Node:
@@ -22,12 +25,15 @@ class Node:
         self.attempts = 0
         self.closed = False
         self.answers = True
+        self.refusal: KVStoreError | None = None
         self.opening = threading.Event()
         self.opening.set()
 
     def open(self) -> None:
         self.attempts += 1
         assert self.opening.wait(10)
+        if self.refusal is not None:
+            raise self.refusal
         if not self.there:
             raise Unavailable("nobody is there")
 
@@ -43,9 +49,23 @@ def node() -> Node:
     return Node()
 
 
+class Clock:
+    """Seconds that pass as told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def link(node: Node) -> Iterator[Link]:
-    link = Link(node, "the node")
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def link(node: Node, clock: Clock) -> Iterator[Link]:
+    link = Link(node, "the node", "start it", clock)
     yield link
     node.opening.set()
     link.close()
@@ -63,19 +83,72 @@ def test_opening_waits_no_longer_than_asked(node: Node, link: Link) -> None:
     assert not link.up
 
 
-def test_a_node_that_comes_late_is_found(
-    node: Node, link: Link, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "kvstore.client.vllm")
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Told:
+    """What was logged so far."""
+    caplog.set_level(logging.INFO, "kvstore.client.vllm")
+    return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def attempted(node: Node) -> None:
+    """Wait until an attempt that began after this call is over."""
+    attempts = node.attempts
+    wait_for(lambda: node.attempts >= attempts + 2)
+
+
+def test_a_node_that_is_there_is_told_of_once(node: Node, link: Link, told: Told) -> None:
+    link.open(wait=10)
+    wait_for(lambda: link.up)
+    link.failed()
+    wait_for(lambda: link.up)
+    assert told() == [("INFO", "the node is reached")]
+
+
+def test_a_node_that_comes_late_is_found(node: Node, link: Link, clock: Clock, told: Told) -> None:
     node.there = False
     link.open(wait=10)
-    wait_for(lambda: node.attempts >= 3)
+    attempted(node)
     assert not link.up
+    clock.now += 31
+    link.went_without()
     node.there = True
     wait_for(lambda: link.up)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the node can't be reached, nothing is reused: nobody is there",
-        "the node is back",
+    assert told() == [
+        ("WARNING", "the node can't be reached, nothing is reused: nobody is there; start it"),
+        ("INFO", "the node is reached, after 31 s; requests that went without: 1"),
+    ]
+
+
+def test_a_node_that_refuses_need_not_be_started(node: Node, link: Link, told: Told) -> None:
+    node.refusal = AccessDenied("wrong token")
+    link.open(wait=10)
+    message = "the node can't be reached, nothing is reused: wrong token"
+    assert told() == [("WARNING", message)]
+
+
+def test_the_loss_of_a_node_is_told_of_now_and_then(
+    node: Node, link: Link, clock: Clock, told: Told
+) -> None:
+    link.open(wait=10)
+    wait_for(lambda: link.up)
+    node.there = False
+    link.failed()
+    attempted(node)
+    for _ in range(3):
+        link.went_without()
+    clock.now += REMIND
+    attempted(node)
+    clock.now += 5
+    node.there = True
+    wait_for(lambda: link.up)
+    assert told()[1:] == [
+        ("WARNING", "the node is lost, nothing is reused until it is back: nobody is there"),
+        (
+            "WARNING",
+            "the node still can't be reached, after 60 s; requests that went without: 3: "
+            "nobody is there",
+        ),
+        ("WARNING", "the node is back, after 65 s; requests that went without: 3"),
     ]
 
 

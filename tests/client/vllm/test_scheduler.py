@@ -228,6 +228,7 @@ def test_a_node_that_gives_no_answer_is_left_alone_until_it_is_back() -> None:
     assert bench.side.lookup("b", 0) == 0
     assert bench.stores[0].asked == [(5, DEADLINE)]
     assert bench.counts.take()["lookup_timeouts"] == 2
+    assert bench.links[0]._without == 2
     bench.stores[0].fails, bench.links[0].up = False, True
     bench.clock.now += FRESH
     assert bench.side.lookup("b", 0) == second.num_tokens

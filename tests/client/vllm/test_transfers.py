@@ -34,10 +34,12 @@ def names(*numbers: int) -> tuple[bytes, ...]:
 class Views:
     """What a view of some blocks shows."""
 
-    def __init__(self, blocks: list[bytes | None], valid: bool = True) -> None:
+    def __init__(
+        self, blocks: list[bytes | None], valid: bool = True, failure: str | None = None
+    ) -> None:
         self._blocks = [None if block is None else memoryview(block) for block in blocks]
         self.codes = bytes(0 if block is None else 2 for block in blocks)
-        self.failure: str | None = None
+        self.failure = failure
         self.valid = valid
 
     @property
@@ -88,6 +90,9 @@ class Store:
             self.called.notify_all()
         if self.fails is not None:
             raise self.fails
+        if self.gone:
+            yield Views([None] * len(hashes), failure="unavailable")
+            return
         shown = [self.blocks.get(each) for each in hashes]
         self.missed += shown.count(None)
         yield Views(shown, self.valid)
@@ -160,11 +165,13 @@ class Bench:
     def __init__(self) -> None:
         self.store, self.memory, self.counts = Store(), Memory(), Counts()
         self.progress, self.clock = Progress(), Clock()
+        self.losses: list[None] = []
         common: Any = {
             "block_bytes": SIZE,
             "deadline": 1.0,
             "counts": self.counts,
             "progress": self.progress,
+            "lost": lambda: self.losses.append(None),
             "clock": self.clock,
         }
         self.loads = Loads(self.store, self.memory, **common)
@@ -333,6 +340,51 @@ def test_nobody_waits_for_a_node_that_does_not_answer(bench: Bench) -> None:
     while len(ended) < 3:
         ended |= bench.until_loaded().loaded
     assert bench.store.looks == looks + 1
+    assert len(bench.losses) == 1
+
+
+def test_that_the_node_is_lost_is_told_to_who_keeps_it_connected(bench: Bench) -> None:
+    bench.loads.submit(LoadJob("r", names(1), (7,)))
+    bench.until_loaded()
+    bench.saves.submit(save(1, 7))
+    bench.until_saved()
+    assert not bench.losses
+    bench.store.gone = True
+    bench.loads.submit(LoadJob("r", names(1), (7,)))
+    bench.until_loaded()
+    assert len(bench.losses) == 1
+    bench.saves.submit(save(2, 8))
+    bench.until_saved()
+    assert len(bench.losses) == 2
+
+
+def waiting_load(bench: Bench) -> None:
+    """Asks for two blocks of which one comes later, and returns when that is waited for."""
+    bench.store.has(1)
+    bench.loads.submit(LoadJob("r", names(1, 2), (7, 5), wait=5.0))
+    bench.loads.submit(LoadJob("s", (), (9,)))
+    assert bench.until_loaded().loaded == {"s"}
+    assert bench.counts.take()["load_jobs"] == 1
+
+
+def test_time_spent_waiting_is_no_time_spent_loading(bench: Bench) -> None:
+    waiting_load(bench)
+    bench.store.has(2)
+    bench.clock.now += 3.0
+    bench.until_loaded()
+    counted = bench.counts.take()
+    assert counted["wait_seconds"] == 3.0
+    assert "load_seconds" not in counted
+
+
+def test_a_wait_that_is_called_off_counts_as_waiting(bench: Bench) -> None:
+    waiting_load(bench)
+    bench.clock.now += POLL / 2
+    bench.loads.cancel("r")
+    assert bench.until_loaded().failed_blocks == {5}
+    counted = bench.counts.take()
+    assert counted["wait_seconds"] == POLL / 2
+    assert "load_seconds" not in counted
 
 
 def test_a_request_that_is_given_up_stops_waiting_and_no_other_does(bench: Bench) -> None:

@@ -38,7 +38,7 @@ from client.vllm.replicas import replicas
 from client.vllm.routers import Routers
 from client.vllm.scheduler import SchedulerSide
 from client.vllm.sessions import client_of, link_of, node_of, shard_clients
-from client.vllm.settings import Settings
+from client.vllm.settings import Settings, misspelled
 from client.vllm.statistics import KVStorePromMetrics, KVStoreStats
 from client.vllm.support import check_backends, check_company, check_supported
 from client.vllm.worker import WorkerSide, in_order
@@ -168,6 +168,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             # vLLM reads this right after making the connector. Its default ends a request whose
             # load failed; a store must not be able to do that.
             transfer.kv_load_failure_policy = "recompute"
+            for sentence in misspelled(os.environ):
+                logger.warning("%s", sentence)
 
     # --- the workers' side -----------------------------------------------------------------------
 
@@ -293,6 +295,10 @@ class KVStoreConnector(KVConnectorBase_V1):
             counts=self.counts,
             listener=self._routers,
         )
+        logger.info(
+            "prefixes are reused in steps of %d tokens; shorter prompts never are",
+            namespaces[0].block_tokens,
+        )
         if self._kv_cache_manager is not None:
             self._scheduler.bind(self._kv_cache_manager.block_pool)
 
@@ -415,6 +421,27 @@ class KVStoreConnector(KVConnectorBase_V1):
         return True
 
     # --- both ------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. On GPUs vLLM asks while it builds its configuration, before it starts any process.
+
+        Raises:
+            ConfigError: an option is wrong.
+        """
+        Settings.read(extra_config, os.environ)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None in particular. vLLM asks before it measures how much memory there is for KV.
+
+        Raises:
+            ConfigError: an option is wrong, or the engine's configuration is not supported.
+        """
+        Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, os.environ)
+        check_supported(vllm_config, None)
+        return None
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
         """What was done since the last call."""

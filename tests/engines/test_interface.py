@@ -10,12 +10,14 @@ import dataclasses
 import dis
 import importlib
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from client.vllm import namespace
+from kvstore.errors import ConfigError
 
 LEFT = {
     "bind_connector_metadata": "keeps the step's metadata",
@@ -26,13 +28,11 @@ LEFT = {
     "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
     "get_loaded_kv_cache_group_ids": "there is one group",
     "get_mem_pool_context": "vLLM's memory is right",
-    "get_required_kvcache_layout": "every layout will do",
     "get_transfer_results": "calls get_finished",
     "handle_preemptions": "blocks under a copy are pinned",
     "has_connector_metadata": "says whether there is metadata",
     "has_pending_block_frees": "pinned blocks are few",
     "register_finished_partial_tail": "only full blocks are saved",
-    "requires_piecewise_for_cudagraph": "nothing is done layer by layer",
     "reset_capture_state": "graphs capture nothing of ours",
     "role": "says which side it is",
     "set_host_xfer_buffer_ops": "vLLM's host buffer is not used",
@@ -291,3 +291,49 @@ def test_a_failed_load_can_be_made_a_recomputed_one() -> None:
         if each.name == "kv_load_failure_policy"
     )
     assert "recompute" in str(policy.type)
+
+
+def test_options_are_checked_while_vllm_builds_its_configuration(ours: Any) -> None:
+    multi = _find(f"{CONNECTOR}.v1.multi_connector:MultiConnector")
+    child = {"kv_connector": "KVStoreConnector", "kv_role": "kv_both"}
+    for given, wrong in (({}, False), ({"urll": "unix:///x"}, True)):
+        whole = {"connectors": [child | {"kv_connector_extra_config": given}]}
+        for ask in (
+            lambda given=given: ours.requires_piecewise_for_cudagraph(given),
+            lambda whole=whole: multi.requires_piecewise_for_cudagraph(whole),
+        ):
+            if not wrong:
+                assert ask() is False
+                continue
+            with pytest.raises(ConfigError, match="urll: unknown option; did you mean url"):
+                ask()
+
+
+def test_options_are_checked_before_memory_is_measured(ours: Any) -> None:
+    layout = _find(f"{CONNECTOR}.utils:get_kv_connector_cache_layout")
+    transfer = _find("vllm.config:KVTransferConfig")
+    config = types.SimpleNamespace(
+        kv_transfer_config=transfer(kv_connector="KVStoreConnector", kv_role="kv_both"),
+        parallel_config=types.SimpleNamespace(),
+        model_config=types.SimpleNamespace(),
+        cache_config=None,
+    )
+    assert layout(config) is None
+    config.kv_transfer_config.kv_connector_extra_config = {"urll": "unix:///x"}
+    with pytest.raises(ConfigError, match="urll: unknown option; did you mean url"):
+        layout(config)
+    config.kv_transfer_config.kv_connector_extra_config = {}
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="context parallelism"):
+        layout(config)
+
+
+def test_on_gpus_a_wrong_option_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = type(_find("vllm.platforms:current_platform"))
+    monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda cls: True))
+    options = {"urll": "unix:///x"}
+    transfer = _find("vllm.config:KVTransferConfig")(
+        kv_connector="KVStoreConnector", kv_role="kv_both", kv_connector_extra_config=options
+    )
+    with pytest.raises(ConfigError, match="urll: unknown option"):
+        _find("vllm.config:VllmConfig")(kv_transfer_config=transfer)

@@ -1,12 +1,15 @@
 """``status``, ``namespaces`` and ``top``: how the node does as a whole."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from kvstore.cli.options import AsJson, ConfigFile, Control, Remote, Timeout, ask
 from kvstore.cli.output import console, print_json, short, state, table, tier_table
+
+REVISION_DIGITS: Final = 12
+"""Of a revision in tables, as of a commit; ``--json`` has all of it."""
 
 
 def register(app: typer.Typer) -> None:
@@ -66,7 +69,9 @@ def namespaces(
     rows = [
         (
             short(one.fingerprint),
-            *(one.description.get(field, "?") for field in ("model", "revision", "dtype")),
+            one.description.get("model", "?"),
+            str(one.description.get("revision", "?"))[:REVISION_DIGITS],
+            one.description.get("dtype", "?"),
             one.description.get("block_tokens", "?"),
             f"{one.description.get('tp_size', '?')}x{one.description.get('pp_size', '?')}",
             one.description.get("tenant", "?"),

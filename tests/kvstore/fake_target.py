@@ -12,7 +12,12 @@ NAMESPACE = Namespace(
     model="acme/llama-8b", dtype="bfloat16", layout="NHD", block_tokens=4, block_bytes=1 << 20
 )
 OTHER = Namespace(
-    model="acme/llama-8b", dtype="float16", layout="NHD", block_tokens=4, block_bytes=1 << 20
+    model="acme/llama-8b",
+    revision="0123456789abcdef0123456789abcdef01234567",
+    dtype="float16",
+    layout="NHD",
+    block_tokens=4,
+    block_bytes=1 << 20,
 )
 TOKENS = list(range(40))
 HASHES = prefix_hashes(TOKENS, NAMESPACE.block_tokens)

@@ -104,6 +104,8 @@ def test_namespaces(cli: Cli) -> None:
     _, out, _ = cli("namespaces")
     assert NAMESPACE.fingerprint.hex()[:16] in out
     assert "acme/llama-8b" in out
+    assert f"{OTHER.revision[:12]} " in out
+    assert OTHER.revision[:13] not in out
     listed = answer(cli, "namespaces")
     assert [one["fingerprint"] for one in listed] == [
         NAMESPACE.fingerprint.hex(),

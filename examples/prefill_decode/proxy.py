@@ -13,10 +13,12 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
 
@@ -32,6 +34,9 @@ CHARACTERS: Final = 4
 
 CONNECT: Final = ClientTimeout(total=None, sock_connect=2.0)
 """An answer may take long, but an engine that is there accepts at once."""
+
+HEALTH: Final = ClientTimeout(total=5.0)
+"""For an engine to say that it is there, when the proxy starts."""
 
 LEFT_OUT: Final = ("stream", "stream_options", "max_completion_tokens", "n", "use_beam_search")
 """What would make the prefill engine do more than it has to."""
@@ -51,6 +56,23 @@ class Options:
     wait: float
     min_tokens: int = 0
     max_body: int = 8 << 20
+
+
+def engine_url(text: str) -> str:
+    """The address of an engine as somebody has typed it, with its scheme and without a last slash.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    url = (text if "://" in text else f"http://{text}").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address such as http://localhost:8001")
+    return url
 
 
 def prefill_body(body: Body) -> Body:
@@ -80,6 +102,27 @@ def rotations(urls: Sequence[str]) -> Iterator[list[str]]:
     return itertools.cycle([bases[first:] + bases[:first] for first in range(len(bases))])
 
 
+@dataclass(slots=True)
+class Way:
+    """Which way a request has taken, for the log.
+
+    Attributes:
+        prefill: the engine that computes its prompt, if any.
+        decode: the engine that answers.
+        wait: seconds that the latter was told to wait for the former.
+        status: of the answer; ``None`` where the client didn't stay for it.
+    """
+
+    prefill: str = "none"
+    decode: str = "none"
+    wait: float = 0.0
+    status: int | None = None
+
+    def __str__(self) -> str:
+        outcome = "given up" if self.status is None else self.status
+        return f"{outcome}, prefill {self.prefill}, decode {self.decode}, wait {self.wait:g} s"
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A client's request on its way to engines."""
@@ -88,6 +131,7 @@ class Ask:
     path: str
     body: Body | None
     headers: dict[str, str]
+    way: Way = field(default_factory=Way)
 
 
 class Proxy:
@@ -100,17 +144,35 @@ class Proxy:
 
     async def connected(self, application: web.Application) -> AsyncIterator[None]:
         """Have connections to engines for as long as the application runs."""
-        async with ClientSession(timeout=CONNECT) as self._session:
+        async with ClientSession(timeout=CONNECT) as self._session, _task(self._look()):
             yield
+
+    async def _look(self) -> None:
+        """Say which engines are not there; they may come later."""
+        urls = (*self._options.prefill, *self._options.decode)
+        await asyncio.gather(*map(self._look_at, {url.rstrip("/") for url in urls}))
+
+    async def _look_at(self, url: str) -> None:
+        try:
+            async with self._session.get(f"{url}/health", timeout=HEALTH) as answer:
+                reason = "" if answer.ok else f"status {answer.status}"
+        except (ClientError, TimeoutError) as error:
+            reason = repr(error)
+        if reason:
+            logger.warning("%s/health does not answer well yet: %s", url, reason)
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """Answer that the proxy is there, whatever engines are."""
+        return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a completion."""
         try:
             body = await request.json()
         except ValueError:
-            return _error(400, "the body is no JSON")
+            return _refused(request, "the body is no JSON")
         if not isinstance(body, dict):
-            return _error(400, "the body is no JSON object")
+            return _refused(request, "the body is no JSON object")
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         return await self._hand_on(request, Ask("POST", request.path, body, headers))
 
@@ -119,6 +181,16 @@ class Proxy:
         return await self._hand_on(request, Ask("GET", request.path, None, {}))
 
     async def _hand_on(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        began = time.monotonic()
+        try:
+            response = await self._respond(request, ask)
+            ask.way.status = response.status
+            return response
+        finally:
+            taken = time.monotonic() - began
+            logger.info("%s %s in %.3f s: %s", ask.method, ask.path, taken, ask.way)
+
+    async def _respond(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
             try:
                 answer, first = await self._answer(ask, stack)
@@ -133,11 +205,13 @@ class Proxy:
         prefill = await stack.enter_async_context(_task(self._compute(ask)))
         waits = await stack.enter_async_context(AsyncExitStack())
         later = replace(ask, body=decode_body(ask.body, self._options.wait))
+        ask.way.wait = self._options.wait
         opening = await waits.enter_async_context(_task(self._open(later, waits)))
         await asyncio.wait((opening, prefill), return_when=asyncio.FIRST_COMPLETED)
         if not opening.done() and not await prefill:
             # Nobody computes what the decode engine waits for: it is asked anew.
             await waits.aclose()
+            ask.way.wait = 0.0
             return await self._open(ask, stack)
         return await opening
 
@@ -155,15 +229,19 @@ class Proxy:
         return False
 
     async def _compute_at(self, url: str, ask: Ask) -> bool:
+        ask.way.prefill = url
         try:
             async with self._call(url, ask) as answer:
                 await answer.read()
         except ClientError as error:
-            logger.warning("%s did not compute a prompt: %r", url, error)
-            return False
-        if answer.status >= 500:
-            logger.warning("%s did not compute a prompt: status %d", url, answer.status)
-        return answer.status < 500  # what is wrong with a request, the decode engine says as well
+            reason = repr(error)
+        else:
+            if answer.status < 500:
+                return True  # what is wrong with a request, the decode engine says as well
+            reason = f"status {answer.status}"
+        ask.way.prefill = "none"
+        logger.warning("%s did not compute a prompt: %s", url, reason)
+        return False
 
     async def _open(self, ask: Ask, stack: AsyncExitStack) -> Answer:
         """What the first decode engine says that says anything; else raises ``ClientError``."""
@@ -177,6 +255,7 @@ class Proxy:
 
     async def _open_at(self, url: str, ask: Ask, stack: AsyncExitStack) -> Answer:
         answer = await stack.enter_async_context(self._call(url, ask))
+        ask.way.decode = url
         return answer, await answer.content.readany()
 
     def _call(self, url: str, ask: Ask) -> AbstractAsyncContextManager[ClientResponse]:
@@ -212,6 +291,11 @@ async def _send(request: web.Request, answer: ClientResponse, first: bytes) -> w
     return response
 
 
+def _refused(request: web.Request, message: str) -> web.Response:
+    logger.info("%s %s: 400, %s", request.method, request.path, message)
+    return _error(400, message)
+
+
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
@@ -222,16 +306,20 @@ def make_application(options: Options) -> web.Application:
     application = web.Application(client_max_size=options.max_body)
     application.cleanup_ctx.append(proxy.connected)
     application.add_routes([web.post(path, proxy.complete) for path in PATHS])
-    application.add_routes([web.get("/v1/models", proxy.models)])
+    application.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
     return application
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted, as the command line says."""
-    parser = argparse.ArgumentParser(description="prefill on one engine, decode on another")
+    # An abbreviated option may be another one that was misspelled.
+    parser = argparse.ArgumentParser(
+        description="prefill on one engine, decode on another", allow_abbrev=False
+    )
     option = parser.add_argument
-    option("--prefill", action="append", required=True, metavar="URL", help="may be repeated")
-    option("--decode", action="append", required=True, metavar="URL", help="may be repeated")
+    for kind in ("--prefill", "--decode"):
+        option(kind, action="append", type=engine_url, required=True, metavar="URL",
+               help="may be repeated")  # fmt: skip
     option("--wait", type=float, default=10.0, help="seconds that decode waits for a prefill")
     option("--min-tokens", type=int, default=0, help="shorter prompts go to decode alone")
     option("--max-body", type=int, default=8 << 20, help="bytes that a request may have")
@@ -240,8 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     host, port = given.pop("host"), given.pop("port")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # A client that went away has its request aborted at the engines.
-    web.run_app(make_application(Options(**given)), host=host, port=port, handler_cancellation=True)
+    # A client that went away has its request aborted at the engines. The log has a line of ours for
+    # each request, with the engines that it went to.
+    application = make_application(Options(**given))
+    web.run_app(application, host=host, port=port, handler_cancellation=True, access_log=None)
 
 
 if __name__ == "__main__":

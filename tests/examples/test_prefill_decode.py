@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -19,6 +21,8 @@ from aiohttp.test_utils import TestServer
 from examples.prefill_decode.proxy import (
     Options,
     decode_body,
+    engine_url,
+    main,
     make_application,
     prefill_body,
     prompt_tokens,
@@ -40,17 +44,20 @@ class ScriptedEngine:
         asked: the bodies.
         headers: of the requests.
         ended: how many of its answers were cut short by the one who asked.
+        health: the status that it says it is in.
     """
 
     def __init__(self, script: Script | None = None) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.ended = 0
+        self.health = 200
         self.arrived = asyncio.Event()
         self._script = script or self._echo
         application = web.Application()
         application.add_routes([web.post("/v1/{kind:.*}", self._serve)])
         application.add_routes([web.get("/v1/models", self._models)])
+        application.add_routes([web.get("/health", self._health)])
         self._server = TestServer(application)
 
     @property
@@ -78,6 +85,9 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.ended += 1
             raise
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"data": [{"id": "m"}]})
@@ -182,6 +192,94 @@ def test_each_engine_is_the_first_in_its_turn() -> None:
         ["c", "a", "b"],
         ["a", "b", "c"],
     ]
+
+
+# --- how it is started ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "url"),
+    [
+        ("localhost:8001", "http://localhost:8001"),
+        ("http://localhost:8001/", "http://localhost:8001"),
+        ("https://engines/one", "https://engines/one"),
+        ("[::1]:8001", "http://[::1]:8001"),
+    ],
+)
+def test_addresses_of_engines_get_their_scheme(typed: str, url: str) -> None:
+    assert engine_url(typed) == url
+
+
+@pytest.mark.parametrize("typed", ["unix:///run/x", "http://", "", "localhost:port", "a:99999"])
+def test_what_is_no_address_of_an_engine_is_refused(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prefill", typed, "--decode", "localhost:8001"])
+    assert f"{typed!r} is no address such as http://localhost:8001" in capsys.readouterr().err
+
+
+def test_options_are_not_guessed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prefill", "a:1", "--decode", "b:1", "--min", "5"])
+    assert "unrecognized arguments: --min" in capsys.readouterr().err
+
+
+async def test_engines_that_are_not_there_are_told_of_at_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedEngine() as well, ScriptedEngine() as ill:
+        ill.health = 503
+        async with proxy([well.url, GONE], [ill.url, well.url]), asyncio.timeout(PATIENCE):
+            while len(caplog.records) < 2:
+                await asyncio.sleep(0.01)
+        told = sorted(record.getMessage() for record in caplog.records)
+        assert len(told) == 2
+        assert any(each.startswith(f"{GONE}/health does not answer well yet: ") for each in told)
+        assert f"{ill.url}/health does not answer well yet: status 503" in told
+
+
+async def test_it_says_that_it_is_there_whatever_engines_are() -> None:
+    async with (
+        proxy([GONE], [GONE]) as url,
+        ClientSession() as session,
+        session.get(url + "/health") as answer,
+    ):
+        assert answer.status == 200
+
+
+# --- what its log says ---------------------------------------------------------------------------
+
+
+def ways(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of each request, but for the time that it took."""
+    told = [each.getMessage() for each in caplog.records if each.levelname == "INFO"]
+    return [re.sub(r" in [0-9.]+ s: ", ": ", each) for each in told if each.startswith("POST")]
+
+
+async def test_each_request_has_a_line_with_its_engines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "prefill_decode")
+    async with (
+        ScriptedEngine() as prefill,
+        ScriptedEngine() as decode,
+        proxy([prefill.url], [decode.url], wait=3.0, min_tokens=50) as url,
+    ):
+        await ask(url)
+        await ask(url, ASK | {"prompt": [1]})
+        await ask(url, [1])
+        assert ways(caplog) == [
+            f"POST {COMPLETIONS}: 200, prefill {prefill.url}, decode {decode.url}, wait 3 s",
+            f"POST {COMPLETIONS}: 200, prefill none, decode {decode.url}, wait 0 s",
+            f"POST {COMPLETIONS}: 400, the body is no JSON object",
+        ]
+
+
+async def test_requests_that_fail_have_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "prefill_decode")
+    async with proxy([GONE], [GONE], wait=3.0) as url:
+        assert (await ask(url))[0] == 502
+    (line,) = ways(caplog)
+    assert line.startswith(f"POST {COMPLETIONS}: 502, prefill none, decode none, wait ")
 
 
 # --- what clients are answered -------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Proxy:
             async with self._session.get(f"{url}/health", timeout=HEALTH) as answer:
                 reason = "" if answer.ok else f"status {answer.status}"
         except (ClientError, TimeoutError) as error:
-            reason = repr(error)
+            reason = str(error) or repr(error)
         if reason:
             logger.warning("%s/health does not answer well yet: %s", url, reason)
 
@@ -234,7 +234,7 @@ class Proxy:
             async with self._call(url, ask) as answer:
                 await answer.read()
         except ClientError as error:
-            reason = repr(error)
+            reason = str(error) or repr(error)
         else:
             if answer.status < 500:
                 return True  # what is wrong with a request, the decode engine says as well
@@ -250,7 +250,7 @@ class Proxy:
             try:
                 return await self._open_at(url, ask, stack)
             except ClientError as error:
-                logger.warning("%s does not answer: %r", url, error)
+                logger.warning("%s does not answer: %s", url, str(error) or repr(error))
         return await self._open_at(last, ask, stack)
 
     async def _open_at(self, url: str, ask: Ask, stack: AsyncExitStack) -> Answer:

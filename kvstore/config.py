@@ -185,7 +185,7 @@ class ClusterSection(Section):
     """Where the other nodes reach the data path of this one. Unset: at ``listen.tcp``."""
     heartbeat: Annotated[Duration, Field(gt=0, le=20)] = 1.0
     """Between signs of life. A node that has given none for three times as long is gone."""
-    lookup_deadline: Annotated[Duration, Field(gt=0)] = 0.003
+    lookup_deadline: Annotated[Duration, Field(gt=0)] = 0.005
     """How long a match waits for the directory at most, within its own deadline."""
     password_file: OptionalPath = None
     """File whose first line is the password for the directory. Without it the variable

@@ -20,7 +20,7 @@ from kvstore.reservation import Reservation
 Part = list[int]
 """Positions in the reservation that are asked for together, and become visible together."""
 
-_PART_BYTES: Final = 8 << 20
+_PART_BYTES: Final = 4 << 20
 """Bytes of one part at most."""
 
 

@@ -29,7 +29,7 @@ from kvstore.protocol.messages import REFUSED
 
 _log = structlog.get_logger(__name__)
 
-_PART_BYTES: Final = 8 << 20
+_PART_BYTES: Final = 4 << 20
 """Bytes of one get at most: they become visible together."""
 _AHEAD: Final = 3
 """Gets under way at once with a peer, so that it never waits for the next."""

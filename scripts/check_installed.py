@@ -16,7 +16,11 @@ import kvstore
 from kvstore.errors import MissingExtra
 from kvstore.plot import plot_hit_rate
 
-EXTRAS: Final = ("torch", "transformers", "matplotlib")
+EXTRAS: Final = ("torch", "transformers", "matplotlib", "vllm")
+IN_AN_ENGINE: Final = {
+    f"client.vllm.{name}" for name in ("connector", "publishing", "routers", "statistics")
+}
+"""What only vLLM itself imports."""
 
 
 def main() -> None:
@@ -40,8 +44,17 @@ def _every_module_imports() -> None:
         home = importlib.import_module(package)
         for module in pkgutil.walk_packages(home.__path__, f"{package}."):
             if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+                _import(module.name)
     _expect(not set(EXTRAS) & set(sys.modules), "an extra was imported")
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        _expect(name in IN_AN_ENGINE and error.name == "vllm", f"{name} does not import: {error}")
+    else:
+        _expect(name not in IN_AN_ENGINE, f"{name} imports without vLLM")
 
 
 def _types_are_shipped() -> None:

@@ -60,6 +60,7 @@ def plot_hit_rate(outcomes: Sequence[Outcome], path: Path, *, title: str, block_
             to draw.
         OSError: the file cannot be written.
     """
+    check_plot(path)
     if not outcomes:
         raise ConfigError("there is nothing to plot: no capacity was simulated")
     save(path, lambda figure: _draw(figure, _Data(outcomes, block_bytes), title))

@@ -39,7 +39,6 @@ from kvstore.protocol.frames import (
 )
 from kvstore.protocol.messages import (
     Abort,
-    Checksums,
     Exists,
     Follow,
     Get,
@@ -73,19 +72,7 @@ _MOST_WAITING: Final = 256
 
 _NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
-    for kind in (
-        Abort,
-        Checksums,
-        Exists,
-        Follow,
-        Get,
-        Match,
-        Ping,
-        Release,
-        Reserve,
-        Segments,
-        Write,
-    )
+    for kind in (Abort, Exists, Follow, Get, Match, Ping, Release, Reserve, Segments, Write)
 }
 _ENDING: Final = frozenset((Abort, Ping, Release, Segments, Write))
 """What a client may still ask while the node stops, to end what it has begun."""

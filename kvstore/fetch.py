@@ -74,16 +74,19 @@ class Fetch:
         self._verify = verify
         self._remote = remote
 
-    async def fetch(self, hashes: Sequence[bytes], *, wait: bool, deadline: float) -> Found:
+    async def fetch(
+        self, hashes: Sequence[bytes], *, wait: bool, deadline: float, own: bool = False
+    ) -> Found:
         """Find blocks and pin them.
 
         Args:
             hashes: the blocks wanted.
             wait: whether to wait for blocks that are being written.
             deadline: seconds on the event loop's clock; what has not come by then is a miss.
+            own: whether to look no further than this node.
         """
         outcomes: list[_Outcome | _Task] = [self._at_once(block, wait) for block in hashes]
-        collecting = self._collect(hashes, outcomes, deadline)
+        collecting = [] if own else self._collect(hashes, outcomes, deadline)
         tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Future)]
         try:
             if tasks:

@@ -25,8 +25,6 @@ from kvstore.protocol.messages import (
     MAX_HASHES,
     PROTOCOL_VERSION,
     Answer,
-    Checksums,
-    ChecksumsAnswer,
     Exists,
     Get,
     GetAnswer,
@@ -84,12 +82,12 @@ class Getting:
     Attributes:
         call: the request.
         named: what the transport told the peer of the memory.
-        sums: the request for the checksums of the blocks, where they are wanted.
+        checksums: the crc32c of each block found, once they are there, where that was asked for.
     """
 
     call: Call[GetAnswer]
     named: Sequence[int] | None
-    sums: Call[ChecksumsAnswer] | None = None
+    checksums: Sequence[int] | None = None
 
 
 class PeerSession:
@@ -214,7 +212,7 @@ class PeerSession:
             hashes: the blocks.
             into: the memory for each; must not be used otherwise until the call has ended.
             deadline: when to give up.
-            checksums: whether to ask for :meth:`checksums`, too.
+            checksums: whether to ask for their checksums, too.
 
         Raises:
             KVStoreError: nothing can be asked of the peer any more.
@@ -230,10 +228,8 @@ class PeerSession:
             self.close(Unavailable(str(error)))
             raise Unavailable(f"no memory can be named to the peer: {error}") from error
         try:
-            # Before the blocks: the peer computes them while it sends.
-            sums = self._begin(Checksums(hashes), deadline, None) if checksums else None
-            request = Get(hashes, destinations=named)
-            return Getting(self._begin(request, deadline, landing), named, sums)
+            request = Get(hashes, destinations=named, checksums=checksums)
+            return Getting(self._begin(request, deadline, landing), named)
         except BaseException:
             transport.done(named)
             raise
@@ -256,28 +252,12 @@ class PeerSession:
             self.close(ProtocolError(f"the peer named memory that is not there: {error}"))
             raise Unavailable(f"the session with the peer has ended: {error}") from error
         finally:
-            self._leave(getting)
+            self.give_up(getting)
+        getting.checksums = answer.checksums
         return answer.tiers
-
-    async def checksums(self, getting: Getting) -> list[int | None]:
-        """Wait for the crc32c of blocks that were asked for with their checksums.
-
-        Returns:
-            One for each block, None where the peer does not hold it any more.
-
-        Raises:
-            KVStoreError: there is no answer by the deadline.
-        """
-        assert getting.sums is not None
-        return (await self._finish(getting.sums)).checksums
 
     def give_up(self, getting: Getting) -> None:
         """Make sure that nothing is written to the memory of a get any more; may come twice."""
-        if getting.sums is not None and not getting.sums.done:
-            self._done(self._caller.abandon(getting.sums))
-        self._leave(getting)
-
-    def _leave(self, getting: Getting) -> None:
         self._abandon(getting.call)
         named, getting.named = getting.named, None
         if named is not None and self._transport is not None:

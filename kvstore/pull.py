@@ -35,6 +35,8 @@ _AHEAD: Final = 3
 """Gets under way at once with a peer, so that it never waits for the next."""
 _RESERVED_BYTES: Final = 256 << 20
 """Bytes reserved at once at most: what peers that break off can cost."""
+_ASKED: Final = 1024
+"""Blocks that a peer is asked about at least, where the chain has as many."""
 _PATIENCE: Final = 0.25
 """Seconds that a peer gets at least, where others could be asked in its place."""
 
@@ -212,7 +214,11 @@ class Puller:
                 while len(under_way) < _AHEAD and (part := filling.take(end)) is not None:
                     under_way.append(self._begin(session, filling, part, patience()))
                 if under_way:
-                    why, lacks = await self._finish(session, filling, under_way)
+                    tiers = await session.finish(under_way[0].getting)
+                    # At once, so that the peer goes on while this part is looked at.
+                    if (part := filling.take(end)) is not None:
+                        under_way.append(self._begin(session, filling, part, patience()))
+                    why, lacks = await self._finish(session, filling, under_way, tiers)
                     if why:
                         return why, end if lacks is None else lacks
                 elif not await filling.more(end):
@@ -236,7 +242,11 @@ class Puller:
             raise
 
     async def _finish(
-        self, session: PeerSession, filling: Filling, under_way: deque[_UnderWay]
+        self,
+        session: PeerSession,
+        filling: Filling,
+        under_way: deque[_UnderWay],
+        tiers: bytes,
     ) -> tuple[Shortfall, int | None]:
         """Land what has come of the first part under way, up to what has not, or not rightly.
 
@@ -244,16 +254,11 @@ class Puller:
             Why not all of it, and the position of the first block that the peer lacks, if any.
         """
         part, getting = under_way[0].part, under_way[0].getting
-        tiers = await session.finish(getting)
         found = tiers.find(0)
         count = len(part) if found < 0 else found
         why: Shortfall = "" if found < 0 else "unavailable"
-        if self._verify:
-            checksums = await session.checksums(getting)
-            filling.expect(dict(zip(part, checksums, strict=True)))
-            if None in checksums[:count]:
-                # It has just left the peer, and what came in its place can't be told.
-                count, why = checksums.index(None), "unavailable"
+        if getting.checksums is not None:
+            filling.expect(dict(zip(part[:count], getting.checksums, strict=False)))
         sound = await filling.count_sound(part, count)
         lacks = part[count] if count < len(part) else None
         if sound < count:
@@ -282,6 +287,7 @@ class Pull:
         most_bytes: bytes that may be reserved at once.
         checksums: crc32c of blocks by hash, from somebody who knows. A block that does not match
             is not kept.
+        wanted: how many leading blocks of the chain are wanted by now; all where left out.
         on_reserved: called whenever blocks have been reserved and are under way.
 
     Attributes:
@@ -298,6 +304,7 @@ class Pull:
         most_bytes: int,
         *,
         checksums: Mapping[bytes, int] | None = None,
+        wanted: Callable[[], int] | None = None,
         on_reserved: Callable[[], None] = lambda: None,
     ) -> None:
         self.failed: dict[Puller, Shortfall] = {}
@@ -309,6 +316,7 @@ class Pull:
         self._hashes = hashes
         self._most = max(1, min(most_bytes, _RESERVED_BYTES) // self._shard.block_bytes)
         self._checksums = checksums or {}
+        self._wanted = wanted or (lambda: len(hashes))
         self._on_reserved = on_reserved
         self._known: dict[Puller, int] = {}
         self._filling: Filling | None = None
@@ -330,7 +338,7 @@ class Pull:
             except Unavailable:
                 why = "unavailable"
         held = self._held()
-        return Pulled(held, "" if held == len(self._hashes) else why or "no_space")
+        return Pulled(held, "" if held >= self._wanted() else why or "no_space")
 
     def _held(self) -> int:
         """How many blocks of the chain, from its first on, this node holds."""
@@ -351,7 +359,7 @@ class Pull:
         return self._parent if at == 0 else self._hashes[at - 1]
 
     async def _run(self) -> Shortfall:
-        while (at := self._held()) < len(self._hashes):
+        while (at := self._held()) < self._wanted():
             able = [one for one in self._pullers if one not in self.failed]
             if all(one.closed for one in self._pullers):
                 raise Unavailable("this node does not pull any more")
@@ -431,7 +439,8 @@ class Pull:
         try:
             known = self._known.get(puller, 0)
             if known <= at:
-                known = at + await puller.ask(self._hashes[at:], patience())
+                rest = self._hashes[at : max(self._wanted(), at + _ASKED)]
+                known = at + await puller.ask(rest, patience())
                 self._known[puller] = known
                 if known == at:
                     self._fail(puller, "absent", at)
@@ -439,7 +448,9 @@ class Pull:
             if self._filling is None:
                 if self._held() != at or self._coming(at) is not None:
                     return ""  # much may have happened meanwhile
-                if (why := self._reserve(at, known, able)) or self._filling is None:
+                if (
+                    why := self._reserve(at, min(known, self._wanted()), able)
+                ) or self._filling is None:
                     return why
             why, end = await puller.fill(self._filling, known - self._first, patience)
         except KVStoreError as error:

@@ -38,8 +38,6 @@ from kvstore.protocol.messages import (
     AbortAnswer,
     Answer,
     AnyRequest,
-    Checksums,
-    ChecksumsAnswer,
     Exists,
     ExistsAnswer,
     Follow,
@@ -255,6 +253,8 @@ class Session:
     def _get(self, request: Get, deadline: float) -> Handled:
         began = time.perf_counter()
         length = self._length(request)
+        if request.checksums:
+            return self._get_with_checksums(request, length, deadline, began)
         entries = self._node.index.lookup(self._shard, request.hashes)
         if self._verify or self.transport.waits:
             return self._get_later(request, length, deadline, began)
@@ -314,6 +314,41 @@ class Session:
         return await finished(
             self._hand_out(request, length, found, places, bytes(got.tiers), deadline, began)
         )
+
+    async def _get_with_checksums(
+        self, request: Get, length: int, deadline: float, began: float
+    ) -> Reply:
+        """What another node gets: what this one holds itself, to be compared on arrival."""
+        if length != self._size:
+            raise InvalidRequest("checksums are those of whole blocks")
+        got = await self._fetch.fetch(
+            request.hashes, wait=request.wait, deadline=deadline, own=True
+        )
+        for reason in got.misses:
+            self._node.metrics.miss(reason)
+        found = [entry for entry in got.entries if entry is not None]
+        try:
+            await self._sum(found)
+        except BaseException:
+            self._node.unpin(found)
+            raise
+        places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
+        reply = await finished(
+            self._hand_out(request, length, found, places, got.tiers, deadline, began)
+        )
+        assert isinstance(reply.answer, GetAnswer)
+        reply.answer.checksums = [self._node.checksum(entry) or 0 for entry in found]
+        return reply
+
+    async def _sum(self, entries: Sequence[Entry]) -> None:
+        """Compute the checksums that nobody has yet; blocks don't change, so they are kept."""
+        unknown = [entry for entry in entries if self._node.checksum(entry) is None]
+        if not unknown:
+            return
+        views = [self._node.dram.view(entry.dram, self._size) for entry in unknown]  # type: ignore[arg-type]
+        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+        for entry, checksum in zip(unknown, sums, strict=True):
+            entry.checksum = checksum
 
     def _hand_out(
         self,
@@ -568,35 +603,6 @@ class Session:
         hashes = JoinedHashes(recorded.hashes)
         return Reply(FollowAnswer(recorded.sequence, recorded.complete, recorded.kinds, hashes))
 
-    def _checksums(self, request: Checksums) -> Handled:
-        entries = self._node.index.lookup(self._shard, request.hashes)
-        unknown = [one for one in entries if one is not None and self._checksum(one) is None]
-        if unknown:
-            return self._checksums_later(entries, unknown)
-        return self._answer_checksums(entries)
-
-    async def _checksums_later(
-        self, entries: Sequence[Entry | None], unknown: Sequence[Entry]
-    ) -> Reply:
-        """Compute what nobody has computed yet; blocks don't change, so it is kept."""
-        self._node.pin(unknown)
-        try:
-            views = [self._node.dram.view(entry.dram, self._size) for entry in unknown]  # type: ignore[arg-type]
-            sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
-            for entry, checksum in zip(unknown, sums, strict=True):
-                entry.checksum = checksum
-        finally:
-            self._node.unpin(unknown)
-        return self._answer_checksums(entries)
-
-    def _answer_checksums(self, entries: Sequence[Entry | None]) -> Reply:
-        return Reply(
-            ChecksumsAnswer([None if one is None else self._checksum(one) for one in entries])
-        )
-
-    def _checksum(self, entry: Entry) -> int | None:
-        return None if entry.gone else self._node.checksum(entry)
-
     def _ping(self, request: Ping) -> Reply:
         return Reply(PingAnswer())
 
@@ -621,7 +627,6 @@ def at_once(step: Coroutine[Any, Any, T]) -> T:
 
 _HANDLERS: Final[dict[type, Any]] = {
     Exists: Session._exists,
-    Checksums: Session._checksums,
     Follow: Session._follow,
     Release: Session._release,
     Reserve: Session._reserve,

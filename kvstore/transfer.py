@@ -171,8 +171,9 @@ class Transfer:
             self._node,
             list(ways.values()),
             ROOT_PARENT,
-            self._hashes[: self._wanted],
+            self._hashes,
             self._most_bytes,
+            wanted=lambda: self._wanted,
             on_reserved=self._note_step,
         )
         try:

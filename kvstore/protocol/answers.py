@@ -22,7 +22,6 @@ __all__ = [
     "SSD",
     "AbortAnswer",
     "Answer",
-    "ChecksumsAnswer",
     "ExistsAnswer",
     "FollowAnswer",
     "GetAnswer",
@@ -159,25 +158,31 @@ class GetAnswer:
         tiers: the tier that each block asked for came from, 0 for a miss; ``REMOTE`` where the node
             had to bring it from another one.
         locations: where the blocks found lie, in order, if the transport says so; else ``None``.
+        checksums: the crc32c of each block found, in order, where that was asked for.
     """
 
     lease: int
     tiers: bytes
     locations: Sequence[int] | None = None
+    checksums: list[int] | None = None
 
     def values(self) -> list[object]:
         """Return the values in the order in which they travel."""
-        return [self.lease, self.tiers, fields.pack_locations(self.locations)]
+        locations = fields.pack_locations(self.locations)
+        return [self.lease, self.tiers, locations, self.checksums]
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> GetAnswer:
         """Check ``values`` and return the answer that they are."""
-        fields.arguments(values, 3, "the answer to GET")
-        lease, tiers, locations = values
+        fields.arguments(values, 4, "the answer to GET")
+        lease, tiers, locations, checksums = values
+        if checksums is not None:
+            checksums = fields.integers(checksums, 0xFFFF_FFFF, fields.MAX_HASHES, "checksums")
         return cls(
             fields.integer(lease, 0, fields.MAX_U64, "lease"),
             fields.codes(tiers, _TIERS, fields.MAX_HASHES, "tiers"),
             fields.unpack_locations(locations, "locations"),
+            checksums,
         )
 
 
@@ -280,29 +285,6 @@ class PingAnswer:
         """Check ``values`` and return the answer that they are."""
         fields.arguments(values, 0, "the answer to PING")
         return cls()
-
-
-@dataclass(slots=True)
-class ChecksumsAnswer:
-    """Answer to :class:`Checksums`: the crc32c of each block, ``None`` where it is not held."""
-
-    checksums: list[int | None]
-
-    def values(self) -> list[object]:
-        """Return the values in the order in which they travel."""
-        return [self.checksums]
-
-    @classmethod
-    def parse(cls, values: Sequence[object]) -> ChecksumsAnswer:
-        """Check ``values`` and return the answer that they are."""
-        fields.arguments(values, 1, "the answer to CHECKSUMS")
-        checksums = values[0]
-        if type(checksums) is not list or len(checksums) > fields.MAX_HASHES:
-            fields.wrong(f"checksums must be a list of at most {fields.MAX_HASHES}")
-        for checksum in checksums:
-            if checksum is not None:
-                fields.integer(checksum, 0, 0xFFFF_FFFF, "a checksum")
-        return cls(checksums)
 
 
 @dataclass(slots=True)

@@ -37,7 +37,6 @@ from kvstore.protocol.answers import (
     SSD,
     AbortAnswer,
     Answer,
-    ChecksumsAnswer,
     ExistsAnswer,
     FollowAnswer,
     GetAnswer,
@@ -51,7 +50,6 @@ from kvstore.protocol.answers import (
 from kvstore.protocol.fields import HASH_BYTES, MAX_HASHES, join_hashes, split_hashes
 from kvstore.protocol.requests import (
     Abort,
-    Checksums,
     Exists,
     Follow,
     Get,
@@ -86,8 +84,6 @@ __all__ = [
     "AbortAnswer",
     "Answer",
     "AnyRequest",
-    "Checksums",
-    "ChecksumsAnswer",
     "Exists",
     "ExistsAnswer",
     "Follow",
@@ -129,37 +125,13 @@ MAX_DEADLINE_MS: Final = 86_400_000
 _MAX_MESSAGE: Final = 2_000
 
 AnyRequest: TypeAlias = (
-    Hello
-    | Match
-    | Exists
-    | Get
-    | Release
-    | Reserve
-    | Write
-    | Abort
-    | Segments
-    | Ping
-    | Follow
-    | Checksums
+    Hello | Match | Exists | Get | Release | Reserve | Write | Abort | Segments | Ping | Follow
 )
 A = TypeVar("A", bound=Answer)
 
-_KINDS: Final = (
-    Hello,
-    Match,
-    Exists,
-    Get,
-    Release,
-    Reserve,
-    Write,
-    Abort,
-    Segments,
-    Ping,
-    Follow,
-    Checksums,
-)
 _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
-    kind.op: kind.parse for kind in _KINDS
+    kind.op: kind.parse
+    for kind in (Hello, Match, Exists, Get, Release, Reserve, Write, Abort, Segments, Ping, Follow)
 }
 
 

@@ -17,7 +17,6 @@ from kvstore.protocol.answers import (
     FILL,
     AbortAnswer,
     Answer,
-    ChecksumsAnswer,
     ExistsAnswer,
     FollowAnswer,
     GetAnswer,
@@ -31,7 +30,6 @@ from kvstore.protocol.answers import (
 
 __all__ = [
     "Abort",
-    "Checksums",
     "Exists",
     "Follow",
     "Get",
@@ -211,6 +209,8 @@ class Get:
         length: how many bytes of each block; 0 for all from ``offset`` to the end.
         wait: whether to wait, up to the deadline, for blocks that another session is writing.
         destinations: where the payload is to land, in the transport's own words, or ``None``.
+        checksums: whether the answer is to name the crc32c of each block, which must be wanted
+            whole. Nodes ask each other so, and nothing is brought from a third one for it.
     """
 
     op: ClassVar[int] = 4
@@ -220,6 +220,7 @@ class Get:
     length: int = 0
     wait: bool = False
     destinations: Sequence[int] | None = None
+    checksums: bool = False
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
@@ -229,19 +230,21 @@ class Get:
             self.length,
             self.wait,
             fields.pack_locations(self.destinations),
+            self.checksums,
         ]
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> Get:
         """Check ``values`` and return the request that they are."""
-        fields.arguments(values, 5, "GET")
-        hashes, offset, length, wait, destinations = values
+        fields.arguments(values, 6, "GET")
+        hashes, offset, length, wait, destinations, checksums = values
         return cls(
             fields.split_hashes(hashes),
             fields.integer(offset, 0, fields.MAX_BYTES, "offset"),
             fields.integer(length, 0, fields.MAX_BYTES, "length"),
             fields.flag(wait, "wait"),
             fields.unpack_locations(destinations, "destinations"),
+            fields.flag(checksums, "checksums"),
         )
 
     def read(self, values: Sequence[object]) -> GetAnswer:
@@ -249,8 +252,11 @@ class Get:
         answer = GetAnswer.parse(values)
         tiers = answer.tiers
         _as_many(len(tiers), len(self.hashes), "tiers")
+        found = len(tiers) - tiers.count(ABSENT)
         if answer.locations is not None:
-            _as_many(len(answer.locations), len(tiers) - tiers.count(ABSENT), "locations")
+            _as_many(len(answer.locations), found, "locations")
+        if self.checksums or answer.checksums is not None:
+            _as_many(len(answer.checksums or ()), found if self.checksums else 0, "checksums")
         return answer
 
 
@@ -440,31 +446,6 @@ class Ping:
     def read(self, values: Sequence[object]) -> PingAnswer:
         """Check and return the answer to this request that ``values`` are."""
         return PingAnswer.parse(values)
-
-
-@dataclass(slots=True)
-class Checksums:
-    """Asks for the crc32c of blocks of the client's shard, for what was received to be compared."""
-
-    op: ClassVar[int] = 12
-
-    hashes: Sequence[bytes]
-
-    def arguments(self) -> list[object]:
-        """Return what stands in the header after the deadline."""
-        return [fields.join_hashes(self.hashes)]
-
-    @classmethod
-    def parse(cls, values: Sequence[object]) -> Checksums:
-        """Check ``values`` and return the request that they are."""
-        fields.arguments(values, 1, "CHECKSUMS")
-        return cls(fields.split_hashes(values[0]))
-
-    def read(self, values: Sequence[object]) -> ChecksumsAnswer:
-        """Check and return the answer to this request that ``values`` are."""
-        answer = ChecksumsAnswer.parse(values)
-        _as_many(len(answer.checksums), len(self.hashes), "checksums")
-        return answer
 
 
 @dataclass(slots=True)

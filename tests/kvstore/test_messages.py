@@ -18,8 +18,6 @@ from kvstore.protocol.messages import (
     AbortAnswer,
     Answer,
     AnyRequest,
-    Checksums,
-    ChecksumsAnswer,
     Exists,
     ExistsAnswer,
     Follow,
@@ -75,7 +73,7 @@ PAIRS: list[tuple[AnyRequest, Answer]] = [
     (Ping(), PingAnswer()),
     (Follow(0, 1), FollowAnswer(1 << 62, False, b"", [])),
     (Follow(7, MAX_HASHES), FollowAnswer(9, True, b"\x01\x00", H[:2])),
-    (Checksums(H[:3]), ChecksumsAnswer([0, None, 0xFFFF_FFFF])),
+    (Get(H[:3], checksums=True), GetAnswer(0, b"\x02\x00\x02", None, [0, 0xFFFF_FFFF])),
 ]
 
 
@@ -249,9 +247,11 @@ def test_any_header_is_an_answer_or_an_error(
         (Match(H), MatchAnswer(b"\x00")),
         (Match(H), MatchAnswer(b"\x02\x09\x02")),
         (Exists(H[:1]), ExistsAnswer(b"\x04")),
-        (Checksums(H[:2]), ChecksumsAnswer([1])),
-        (Checksums(H[:1]), ChecksumsAnswer([1 << 32])),
-        (Checksums(H[:1]), ChecksumsAnswer([-1])),
+        (Get(H[:2], checksums=True), GetAnswer(0, b"\x02\x02", None, [1])),
+        (Get(H[:1], checksums=True), GetAnswer(0, b"\x02")),
+        (Get(H[:1], checksums=True), GetAnswer(0, b"\x02", None, [1 << 32])),
+        (Get(H[:1], checksums=True), GetAnswer(0, b"\x02", None, [-1])),
+        (Get(H[:1]), GetAnswer(0, b"\x02", None, [1])),
         (Exists(H), ExistsAnswer(b"\x02")),
         (Get(H), GetAnswer(0, b"\x02")),
         (Get(H[:1]), GetAnswer(1, b"\x02", [1, 2])),

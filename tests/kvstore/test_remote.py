@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from crc32c import crc32c
 
 from kvstore.identity import Namespace
 from kvstore.protocol.messages import (
-    Checksums,
-    ChecksumsAnswer,
     Exists,
     ExistsAnswer,
     Get,
@@ -61,6 +60,13 @@ def test_what_one_stores_is_a_hit_on_the_other(two: Pool) -> None:
     assert other.metrics.pulled_blocks == {"node0": 20}
     assert other.metrics.pulled_bytes == {"node0": 20 * BLOCK}
     assert one.metrics.hits.total() == 20
+    assert other.daemon.metrics_url is not None
+    with urlopen(other.daemon.metrics_url) as scraped:
+        lines = scraped.read().decode().splitlines()
+    assert 'kvstore_peer_blocks_total{peer="node0"} 20.0' in lines
+    assert 'kvstore_hits_total{tier="remote"} 20.0' in lines
+    assert 'kvstore_directory_operations_total{operation="reach"} 2.0' in lines
+    assert "kvstore_directory_published_total 20.0" in lines
     # It is told that the other one has it now, too.
     assert two.holders(HASHES[-1]) == [one.number, other.number]
 
@@ -156,13 +162,12 @@ def serve(session: Session, **wrong: Any) -> bool:
     request_id, request = session.ask()
     if isinstance(request, Exists):
         session.answer(request_id, ExistsAnswer(DRAM * len(request.hashes)))
-    elif isinstance(request, Checksums):
-        sums: list[int | None] = [crc32c(content(block)) for block in request.hashes]
-        session.answer(request_id, ChecksumsAnswer(sums))
     else:
         assert isinstance(request, Get)
         payload = b"".join(wrong.get("content", content)(block) for block in request.hashes)
-        session.answer(request_id, GetAnswer(0, DRAM * len(request.hashes)), payload)
+        sums = [crc32c(content(block)) for block in request.hashes]
+        answer = GetAnswer(0, DRAM * len(request.hashes), None, sums)
+        session.answer(request_id, answer, payload)
     return isinstance(request, Get)
 
 

@@ -27,7 +27,6 @@ from kvstore.protocol.messages import (
     HELD,
     REFUSED,
     Abort,
-    Checksums,
     Exists,
     Get,
     Match,
@@ -517,25 +516,34 @@ def test_get_of_nothing_finds_nothing(careful: Watched, tmp_path: Path) -> None:
 
 def test_checksums_are_those_of_the_bytes_and_are_computed_once(daemon: Watched) -> None:
     hashes = chain("summed", length=3)
+    request = Get([hashes[0], name("absent"), *hashes[1:]], checksums=True)
     with connected(daemon) as peer:
         peer.put(hashes)
         wanted = [crc32c(content(block)) for block in hashes]
-        answer = peer.ask(Checksums([*hashes, name("absent")]))[0]
-        assert answer.checksums == [*wanted, None]
+        answer, payload = peer.ask(request)
+        assert (answer.tiers, answer.checksums) == (b"\2\0\2\2", wanted)
+        assert payload == b"".join(map(content, hashes))
         entry = daemon.daemon.node.index.find(hashes[1])[0]
         assert entry.checksum == wanted[1]
         assert entry.dram is not None
-        daemon.call(daemon.daemon.node.dram.view(entry.dram, 1).__setitem__, 0, 255)
-        assert peer.ask(Checksums(hashes))[0].checksums == wanted
+        changed = content(hashes[1])[0] ^ 1
+        daemon.call(daemon.daemon.node.dram.view(entry.dram, 1).__setitem__, 0, changed)
+        answer, payload = peer.ask(request)
+        assert answer.checksums == wanted
+        assert payload != b"".join(map(content, hashes))
+        assert peer.ask(Get(hashes))[0].checksums is None
+        with pytest.raises(InvalidRequest):
+            peer.ask(Get(hashes, length=10, checksums=True))
 
 
-def test_checksums_of_blocks_on_ssd_need_no_reading(tmp_path: Path) -> None:
+def test_checksums_of_blocks_on_ssd_are_those_of_their_records(tmp_path: Path) -> None:
     hashes = chain("below", length=20)
     with Watched(make_config(tmp_path, ssd={"capacity": "32MiB"})) as daemon:
         with connected(daemon) as peer:
             peer.put(hashes)
             Operator(daemon).flush("dram")
-            assert peer.ask(Match(hashes))[0].tiers == b"\3" * 20
-            answer = peer.ask(Checksums(hashes))[0]
+            answer, payload = peer.ask(Get(hashes, checksums=True))
+            assert answer.tiers == b"\3" * 20
             assert answer.checksums == [crc32c(content(block)) for block in hashes]
-        assert daemon.metrics.ssd_read_seconds.count == 0
+            assert payload == b"".join(map(content, hashes))
+        assert all(daemon.daemon.node.index.find(block)[0].checksum is None for block in hashes)

@@ -56,7 +56,8 @@ from kvstore.protocol.messages import (
     parse_request,
     parse_request_id,
 )
-from kvstore.session import Reply, Session
+from kvstore.reply import Reply
+from kvstore.session import Session
 from rdma.errors import BadPlace, TransportError
 from rdma.stream import SocketStream
 from rdma.verbs.errors import TransferTimeout

@@ -14,8 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final
 
 from crc32c import crc32c
 
@@ -36,7 +35,6 @@ from kvstore.protocol.messages import (
     SSD,
     Abort,
     AbortAnswer,
-    Answer,
     AnyRequest,
     Exists,
     ExistsAnswer,
@@ -57,6 +55,7 @@ from kvstore.protocol.messages import (
     WriteAnswer,
 )
 from kvstore.remote import Remote
+from kvstore.reply import Handled, Reply, at_once, finished
 from kvstore.reservation import Reservation
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
@@ -69,26 +68,6 @@ _TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"), (REMOTE, "remote"))
 _REMOTE: Final = bytes([REMOTE])
 
 
-@dataclass(slots=True)
-class Reply:
-    """What goes back to the client.
-
-    Attributes:
-        answer: the header's content; None where nothing is answered.
-        payload: views of the arena that follow the header.
-        pinned: entries to unpin once the payload has left.
-        used: entries to touch, in the order of the request, once the reply is on its way.
-        fds: file descriptors that go with the first byte.
-    """
-
-    answer: Answer | None
-    payload: Sequence[memoryview] = ()
-    pinned: Sequence[Entry] = ()
-    used: Sequence[Entry] = ()
-    fds: Sequence[int] = ()
-
-
-Handled: TypeAlias = Reply | Coroutine[Any, Any, Reply]
 _NO_REPLY: Final = Reply(None)
 
 
@@ -605,24 +584,6 @@ class Session:
 
     def _ping(self, request: Ping) -> Reply:
         return Reply(PingAnswer())
-
-
-T = TypeVar("T")
-
-
-async def finished(handled: Handled) -> Reply:
-    """The reply of what was handled, at once or later."""
-    return handled if isinstance(handled, Reply) else await handled
-
-
-def at_once(step: Coroutine[Any, Any, T]) -> T:
-    """Run the step of a transport that never waits."""
-    try:
-        step.send(None)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-    step.close()
-    raise RuntimeError("a transport waited that should not")
 
 
 _HANDLERS: Final[dict[type, Any]] = {

@@ -24,7 +24,8 @@ from kvstore.protocol.messages import (
     Write,
     WriteAnswer,
 )
-from kvstore.session import Reply, Session
+from kvstore.reply import Reply
+from kvstore.session import Session
 from rdma.shm import ShmNodeTransport
 from tests.kvstore.test_node import BLOCK, NAMESPACE, chain, content, make_node
 

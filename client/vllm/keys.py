@@ -102,22 +102,6 @@ class PrefixChain:
         )
 
 
-def chain_of(request: Any, block_tokens: int, *, adapter_revision: str = "") -> PrefixChain | None:
-    """An empty chain for a request; ``extend`` it with ``request.all_token_ids``.
-
-    Args:
-        request: a ``vllm.v1.request.Request``.
-        block_tokens: tokens in one block.
-        adapter_revision: what tells the contents of its LoRA adapter from others at the same path;
-            see ``client.vllm.weights.Adapters``.
-
-    Returns:
-        None where no hash can name the request's blocks: it must be left alone.
-    """
-    keys = extra_keys_of(request, block_tokens, adapter_revision=adapter_revision)
-    return None if keys is None else PrefixChain(block_tokens, keys)
-
-
 def extra_keys_of(
     request: Any, block_tokens: int, *, adapter_revision: str = ""
 ) -> RequestKeys | None:
@@ -127,7 +111,8 @@ def extra_keys_of(
         request: a ``vllm.v1.request.Request``; read are its LoRA request, cache salt and
             multimodal items.
         block_tokens: tokens in one block.
-        adapter_revision: as for ``chain_of``.
+        adapter_revision: what tells the contents of its LoRA adapter from others at the same path;
+            see ``client.vllm.weights.Adapters``.
 
     Returns:
         None where no hash can name the blocks: the prompt has embeddings instead of token ids, an

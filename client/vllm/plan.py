@@ -57,9 +57,6 @@ class Plan:
         self._requests: dict[str, Tracked] = {}
         self._numbers = count(1)
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._requests
-
     def __len__(self) -> int:
         return len(self._requests)
 

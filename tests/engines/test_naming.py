@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from client.vllm.keys import chain_of, extra_keys_of
+from client.vllm.keys import PrefixChain, extra_keys_of
 from client.vllm.namespace import model_identity
 from client.vllm.replicas import replicas
 from client.vllm.settings import Settings
@@ -49,10 +49,14 @@ def request(tokens: list[int] | None, **fields: Any) -> Request:
     return Request("r", tokens, SamplingParams(max_tokens=8), None, block_hasher=hasher, **fields)
 
 
+def chain_of(asked: Request) -> PrefixChain:
+    extra = extra_keys_of(asked, BLOCK)
+    assert extra is not None
+    return PrefixChain(BLOCK, extra)
+
+
 def hashes(asked: Request) -> list[bytes]:
-    chain = chain_of(asked, BLOCK)
-    assert chain is not None
-    return chain.extend(asked.all_token_ids)
+    return chain_of(asked).extend(asked.all_token_ids)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +66,7 @@ def none_hash() -> None:
 
 def test_growing_request() -> None:
     asked = request(list(range(10)))
-    chain = chain_of(asked, BLOCK)
-    assert chain is not None
+    chain = chain_of(asked)
     assert chain.extend(asked.all_token_ids) == prefix_hashes(list(range(10)), BLOCK)
     asked.append_output_token_ids([10, 11, 12])
     assert chain.extend(asked.all_token_ids) == prefix_hashes(list(range(13)), BLOCK)

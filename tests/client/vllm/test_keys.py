@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.vllm.keys import PrefixChain, RequestKeys, chain_of, extra_keys_of
+from client.vllm.keys import PrefixChain, RequestKeys, extra_keys_of
 from kvstore.errors import InvalidRequest
 from kvstore.identity import MAX_TEXT_BYTES, ExtraKey, prefix_hashes
 
@@ -33,9 +33,9 @@ def request(**fields: Any) -> SimpleNamespace:
 
 
 def hashes(tokens: list[int], asked: SimpleNamespace, **more: Any) -> list[bytes]:
-    chain = chain_of(asked, BLOCK, **more)
-    assert chain is not None
-    return chain.extend(tokens)
+    extra = extra_keys_of(asked, BLOCK, **more)
+    assert extra is not None
+    return PrefixChain(BLOCK, extra).extend(tokens)
 
 
 keys = st.builds(
@@ -197,7 +197,6 @@ class TestDistinctions:
 )
 def test_requests_that_cannot_be_named(asked):
     assert extra_keys_of(asked, BLOCK) is None
-    assert chain_of(asked, BLOCK) is None
 
 
 def vllm_names(asked: SimpleNamespace, tokens: list[int]) -> list[tuple[Any, ...]]:

@@ -26,7 +26,8 @@ import uvloop
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
-from kvstore.control.service import ControlServer
+from kvstore.control.server import ControlServer
+from kvstore.control.service import ControlService
 from kvstore.departures import Departures
 from kvstore.errors import ConfigError, StateLocked
 from kvstore.exposition import MetricsCollector, MetricsServer
@@ -203,10 +204,9 @@ class Daemon:
         stack.callback(inspection.close)
         if config.listen.control is not None:
             control = ControlServer(
-                inspection,
+                [ControlService(inspection, self._count_fault)],
                 config.listen.control,
                 token=config.control_token,
-                on_fault=self._count_fault,
             )
             await _listen("listen.control", config.listen.control, control)
             stack.push_async_callback(control.close)

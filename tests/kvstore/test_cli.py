@@ -15,7 +15,8 @@ import pytest
 
 from kvstore.cli import blocks, main, naming, watch
 from kvstore.control import interface
-from kvstore.control.service import ControlServer
+from kvstore.control.server import ControlServer
+from kvstore.control.service import ControlService
 from kvstore.errors import OutOfSpace
 from kvstore.units import Address
 from tests.kvstore.fake_target import (
@@ -44,7 +45,7 @@ def address(target: FakeTarget) -> Iterator[Address]:
     ready = threading.Event()
 
     async def serve() -> None:
-        server = ControlServer(target, Address("127.0.0.1", 0))
+        server = ControlServer([ControlService(target)], Address("127.0.0.1", 0))
         await server.start()
         stop = asyncio.Event()
         started.append((server.address, asyncio.get_running_loop(), stop))

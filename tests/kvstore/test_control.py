@@ -19,7 +19,8 @@ from kvstore.control import control_pb2 as pb
 from kvstore.control import interface, snapshot
 from kvstore.control.client import ControlClient
 from kvstore.control.control_grpc import ControlStub
-from kvstore.control.service import MAX_REQUEST, ControlServer
+from kvstore.control.server import MAX_REQUEST, ControlServer
+from kvstore.control.service import ControlService
 from kvstore.control.wire import decode, encode
 from kvstore.departures import DepartureReason
 from kvstore.errors import (
@@ -44,7 +45,7 @@ def target() -> FakeTarget:
 
 @pytest.fixture
 async def server(target: FakeTarget) -> AsyncIterator[ControlServer]:
-    running = ControlServer(target, ANY_PORT)
+    running = ControlServer([ControlService(target)], ANY_PORT)
     await running.start()
     yield running
     await running.close()
@@ -122,7 +123,7 @@ async def test_a_caller_who_leaves_ends_its_verification(
 
 async def test_closing_the_server_ends_what_is_running(target: FakeTarget) -> None:
     target.verify_steps, target.verify_pause = 10_000, 0.01
-    running = ControlServer(target, ANY_PORT)
+    running = ControlServer([ControlService(target)], ANY_PORT)
     await running.start()
     async with ControlClient(running.address) as client:
         steps = client.verify(None, None)
@@ -156,7 +157,7 @@ async def test_errors_keep_their_kind(
         faults += 1
 
     target.failure = raised
-    running = ControlServer(target, ANY_PORT, on_fault=count)
+    running = ControlServer([ControlService(target, count)], ANY_PORT)
     await running.start()
     async with ControlClient(running.address) as client:
         with pytest.raises(expected) as caught:
@@ -183,7 +184,7 @@ async def test_a_call_ends_by_its_timeout(target: FakeTarget, server: ControlSer
     "token", [None, "wrong", "Bearer right", "r\N{LATIN SMALL LETTER I WITH GRAVE}ght"]
 )
 async def test_a_token_is_needed_where_one_is_set(target: FakeTarget, token: str | None) -> None:
-    running = ControlServer(target, ANY_PORT, token="right")
+    running = ControlServer([ControlService(target)], ANY_PORT, token="right")
     await running.start()
     async with ControlClient(running.address, token="right") as client:
         assert (await client.status()).name == "node-a"
@@ -368,7 +369,7 @@ def test_the_generated_code_is_that_of_the_proto() -> None:
 
 async def test_nothing_is_left_behind(target: FakeTarget) -> None:
     for _ in range(3):
-        running = ControlServer(target, ANY_PORT)
+        running = ControlServer([ControlService(target)], ANY_PORT)
         await running.start()
         async with ControlClient(running.address) as client:
             await client.status()

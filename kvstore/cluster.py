@@ -86,12 +86,12 @@ class Cluster:
             most_bytes=most_bytes,
         )
         self._node = node
+        self._publication = Publication(node.index, self.directory)
 
     async def open(self) -> None:
         """Begin to join the pool, and to tell it what comes and goes."""
-        publication = Publication(self._node.index, self.directory)
-        self._node.index.observer = publication
-        await self.directory.open(publication.inventory, self._summary)
+        self._node.index.observe(self._publication)
+        await self.directory.open(self._publication.inventory, self._summary)
 
     def _summary(self) -> Mapping[str, float]:
         """What the others are told of this node, for people."""
@@ -112,7 +112,7 @@ class Cluster:
 
     async def leave(self) -> None:
         """Leave the pool, so that nobody asks this node any more; it still reads from others."""
-        self._node.index.observer = None
+        self._node.index.leave(self._publication)
         await self.directory.close()
 
     async def close(self) -> None:

@@ -55,6 +55,12 @@ class Observer(Protocol):
     def stored(self, entry: Entry) -> None:
         """A block can be served from now on."""
 
+    def moved(self, entry: Entry) -> None:
+        """A block that could be served has come to a tier, or left one: see its state.
+
+        It may be in none for the moment, until it is placed or removed.
+        """
+
     def removed(self, entry: Entry) -> None:
         """A block that could be served is held no longer, in no tier."""
 
@@ -68,14 +74,24 @@ class Index:
     Attributes:
         policy: has the blocks of DRAM that are no replicas.
         replicas: has those that are. Whatever the policy, that longest unused goes first.
-        observer: is told of every block stored and removed, where anybody wants to know.
+        observers: are told what comes and goes; see ``observe``.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.replicas = Lru(1)
-        self.observer: Observer | None = None
+        self.observers: tuple[Observer, ...] = ()
         self._shards: dict[tuple[bytes, int], ShardIndex] = {}
+
+    # Being watched
+
+    def observe(self, observer: Observer) -> None:
+        """Tell somebody of all blocks that are stored, moved and removed from now on."""
+        self.observers = (*self.observers, observer)
+
+    def leave(self, observer: Observer) -> None:
+        """Tell somebody nothing more; of no effect where it isn't told anything."""
+        self.observers = tuple(one for one in self.observers if one is not observer)
 
     # Shards
 
@@ -217,8 +233,8 @@ class Index:
         entry.last_use = now
         if shard.feed is not None:
             shard.feed.stored(entry.hash)
-        if self.observer is not None:
-            self.observer.stored(entry)
+        for observer in self.observers:
+            observer.stored(entry)
 
     def abort(self, entry: Entry) -> list[Entry]:
         """Take a reservation back, and those of the blocks that were to follow it.
@@ -250,12 +266,18 @@ class Index:
             entry.state |= IN_DRAM
             if entry.state & COMMITTED:
                 self._order_of(entry).insert(entry)
-            return
-        entry.ssd = extent
-        entry.shard.in_ssd += 1
-        entry.state = (entry.state | IN_SSD) & ~USED
-        if entry.queue & HELD:
-            self._order_of(entry).release(entry)
+        else:
+            entry.ssd = extent
+            entry.shard.in_ssd += 1
+            entry.state = (entry.state | IN_SSD) & ~USED
+            if entry.queue & HELD:
+                self._order_of(entry).release(entry)
+        if self.observers and entry.state & COMMITTED:
+            self._tell_moved(entry)
+
+    def _tell_moved(self, entry: Entry) -> None:
+        for observer in self.observers:
+            observer.moved(entry)
 
     def displace(self, entry: Entry, tier: TierName, *, evicted: bool = True) -> int:
         """Note that a block has left `tier`.
@@ -285,6 +307,8 @@ class Index:
         else:
             extent, entry.ssd = entry.ssd, None
             entry.shard.in_ssd -= 1
+        if self.observers and entry.state & COMMITTED:
+            self._tell_moved(entry)
         assert extent is not None
         return extent
 
@@ -440,8 +464,8 @@ class Index:
             del shard.committed[entry.hash]
             if shard.feed is not None:
                 shard.feed.removed(entry.hash)
-            if self.observer is not None:
-                self.observer.removed(entry)
+            for observer in self.observers:
+                observer.removed(entry)
         else:
             del shard.reserved[entry.hash]
         shard.in_dram -= bool(entry.state & IN_DRAM)

@@ -29,6 +29,9 @@ class Publication:
         """See ``kvstore.index.Observer``."""
         self._directory.stored(place_of(entry))
 
+    def moved(self, entry: Entry) -> None:
+        """See ``kvstore.index.Observer``; the directory knows of no tiers."""
+
     def removed(self, entry: Entry) -> None:
         """See ``kvstore.index.Observer``."""
         self._directory.removed(place_of(entry))

@@ -80,12 +80,12 @@ class PooledNode(Watched):
 
         def lose() -> None:
             node = self.daemon.node
-            observer = node.index.observer
+            observers = node.index.observers
             if quietly:
-                node.index.observer = None
+                node.index.observers = ()
             for entry in node.index.find(block):
                 node.drop(entry, "dram", DepartureReason.ADMIN)
-            node.index.observer = observer
+            node.index.observers = observers
 
         self.call(lose)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.entry import DRAM_CODE, SSD_CODE, Entry, ShardIndex
+from kvstore.entry import DRAM_CODE, IN_DRAM, IN_SSD, SSD_CODE, Entry, ShardIndex
 from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT
 from kvstore.index import AlreadyPresent, Index, TierName
@@ -74,15 +74,23 @@ class Ledger:
     """Believes what an index tells."""
 
     def __init__(self) -> None:
-        self.held: set[Entry] = set()
+        self.held: dict[Entry, int] = {}
 
     def stored(self, entry: Entry) -> None:
         assert entry.committed
         assert entry not in self.held
-        self.held.add(entry)
+        self.held[entry] = tiers_of(entry)
+
+    def moved(self, entry: Entry) -> None:
+        assert tiers_of(entry) != self.held[entry]
+        self.held[entry] = tiers_of(entry)
 
     def removed(self, entry: Entry) -> None:
-        self.held.remove(entry)
+        del self.held[entry]
+
+
+def tiers_of(entry: Entry) -> int:
+    return entry.state & (IN_DRAM | IN_SSD)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -93,7 +101,11 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = Index(make_policy(self.kind, 8))
-        self.index.observer = self.observer = Ledger()
+        self.index.observe(Ledger())
+        self.index.leave(self.index.observers[0])
+        self.observers = Ledger(), Ledger()
+        for observer in self.observers:
+            self.index.observe(observer)
         self.shards = [self.index.shard(b"n" * 32, number, BLOCK) for number in range(2)]
         self.blocks: dict[tuple[int, bytes], Block] = {}
         self.gone: list[Block] = []
@@ -323,8 +335,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def tells_what_it_holds(self) -> None:
-        committed = [set(shard.committed.values()) for shard in self.index.shards]
-        assert self.observer.held == set.union(*committed)
+        held = {
+            entry: tiers_of(entry)
+            for shard in self.index.shards
+            for entry in shard.committed.values()
+        }
+        assert [observer.held for observer in self.observers] == [held, held]
 
     @invariant()
     def knows_what_the_model_knows(self) -> None:

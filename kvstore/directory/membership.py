@@ -86,7 +86,7 @@ class Membership:
     Attributes:
         record: of this node.
         me: None while this node is no member, as far as it knows.
-        others: live members by number.
+        others: live members by number, of several starts at one address the last.
         before: number of the membership that lapsed last, ``NOBODY`` if none did.
         version: as the directory said last.
         last: the number given last in the pool, as of the roster.
@@ -160,10 +160,21 @@ class Membership:
             if number in summaries:
                 member = replace(member, summary=decode_summary(summaries[number]))
             others[number] = member
-        self.others = others
+        self.others = self._latest(others)
         self.last = last
-        self._live = pack_numbers(others)
+        self._live = pack_numbers(self.others)
         self._read = self.version
+
+    def _latest(self, others: Mapping[int, Member]) -> dict[int, Member]:
+        """Those of which no later start is at the same address.
+
+        What a node held before it was started anew it holds no more, though its lease goes on.
+        """
+        starts = list(others.values()) if self.me is None else [*others.values(), self.me]
+        latest: dict[str, int] = {}
+        for member in starts:
+            latest[member.data] = max(member.number, latest.get(member.data, NOBODY))
+        return {number: one for number, one in others.items() if latest[one.data] == number}
 
     def dead(self, number: int) -> bool:
         """Whether a number is known to name nobody."""

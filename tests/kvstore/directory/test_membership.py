@@ -93,3 +93,16 @@ def test_a_lapse_keeps_the_number_and_leaving_does_not() -> None:
 def test_a_lease_is_bounded(heartbeat: float) -> None:
     with pytest.raises(ConfigError, match="heartbeat"):
         Pace(heartbeat=heartbeat)
+
+
+def test_of_several_starts_at_one_address_the_last_counts() -> None:
+    membership = Membership(member("one"))
+    membership.joined(8)
+    names = {2: "one", 3: "two", 5: "two", 6: "three"}
+    records = {number: encode_member(member(name)) for number, name in names.items()}
+    membership.roster(8, list(records), records, {})
+    # 2 is an earlier start of this node.
+    assert set(membership.others) == {5, 6}
+    assert unpack_numbers(membership.live) == (5, 6)
+    assert membership.dead(3)
+    assert membership.dead(2)

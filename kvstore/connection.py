@@ -49,6 +49,7 @@ from kvstore.protocol.messages import (
     Release,
     Reserve,
     Segments,
+    Take,
     Welcome,
     Write,
     answer_header,
@@ -73,7 +74,7 @@ _MOST_WAITING: Final = 256
 
 _NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
-    for kind in (Abort, Exists, Follow, Get, Match, Ping, Release, Reserve, Segments, Write)
+    for kind in (Abort, Exists, Follow, Get, Match, Ping, Release, Reserve, Segments, Take, Write)
 }
 _ENDING: Final = frozenset((Abort, Ping, Release, Segments, Write))
 """What a client may still ask while the node stops, to end what it has begun."""

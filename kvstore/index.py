@@ -359,6 +359,16 @@ class Index:
             if ordered:
                 self.policy.insert(entry)
 
+    def date(self, entries: Iterable[Entry], used: float) -> None:
+        """Note when blocks were last used elsewhere, before they came here.
+
+        Args:
+            entries: given from root to leaf; what follows them was used no later.
+            used: seconds on the caller's clock.
+        """
+        for entry in entries:
+            entry.last_use = used
+
     def renew(self, entries: Iterable[Entry], now: float) -> None:
         """Note that blocks were followed by a new one: they are as recent as it is.
 

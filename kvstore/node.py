@@ -14,7 +14,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from typing import Final
 
 from kvstore.catalog import Catalog
@@ -72,6 +73,8 @@ class Node:
         self.departures = departures
         self.metrics = metrics
         self.clock = clock
+        self.accepts_puts = True
+        """Whether clients may store blocks: not while what the node holds moves to others."""
         self.on_crowding: Callable[[], None] = lambda: None
         """Called when a block needs evictions to find room; movement works ahead from then on."""
         self.on_growth: Callable[[], None] = lambda: None
@@ -154,6 +157,7 @@ class Node:
         most: int,
         outcomes: Counter[PutOutcome] | None = None,
         replica: bool = False,
+        used: float | None = None,
     ) -> tuple[bytes, Reservation | None]:
         """Reserve what is missing of a chain of blocks.
 
@@ -166,6 +170,8 @@ class Node:
             most: blocks that may be reserved at most.
             outcomes: where to count what becomes of the blocks; the puts by default.
             replica: whether another node has the blocks, so that they are to go before others.
+            used: when they were last used, on the node's clock, where others have used them: what
+                was used since, and has no other copy, makes no room for them.
 
         Returns:
             A verdict for each hash, and the reservation if any block is to be filled.
@@ -183,7 +189,7 @@ class Node:
         now = self.clock()
         blocks: dict[int, Entry] = {}
         verdicts = self._reserve_chain(
-            shard, owner, parent, hashes, most, now, blocks, replica=replica
+            shard, owner, parent, hashes, most, now, blocks, replica=replica, used=used
         )
         for outcome, verdict in (("held", HELD), ("busy", BUSY), ("refused", REFUSED)):
             outcomes[outcome] += verdicts.count(verdict)  # type: ignore[index]
@@ -204,10 +210,13 @@ class Node:
         blocks: dict[int, Entry],
         *,
         replica: bool,
+        used: float | None,
     ) -> bytearray:
         """Fill ``blocks`` with what was reserved, by position; return a verdict for each hash."""
         verdicts = bytearray()
         victims = self.index.victims()
+        if used is not None:
+            victims = takewhile(partial(_is_worth_less, used), victims)
         for position, block in enumerate(hashes):
             if block in shard.committed:
                 verdicts.append(HELD)
@@ -216,7 +225,7 @@ class Node:
                 break
             elif len(blocks) == most or not (
                 entry := self._reserve_one(
-                    shard, owner, parent, block, now, victims, not position, replica
+                    shard, owner, parent, block, now, victims, not position, replica, used
                 )
             ):
                 verdicts.append(REFUSED)
@@ -250,6 +259,7 @@ class Node:
         victims: Iterator[Entry],
         is_first: bool,
         replica: bool,
+        used: float | None,
     ) -> Entry | None:
         try:
             entry = self.index.reserve(shard, block, parent, now, replica=replica)
@@ -257,7 +267,7 @@ class Node:
             if is_first:
                 raise
             return None  # making room for the blocks before cost the parent
-        extent = self.allocate(owner, shard.block_bytes, entry, victims)
+        extent = self.allocate(owner, shard.block_bytes, entry, victims, used)
         if extent is None or entry.gone:
             if extent is not None:
                 self.dram.free(extent)
@@ -330,7 +340,12 @@ class Node:
     # --- making room and letting go --------------------------------------------------------------
 
     def allocate(
-        self, owner: str, size: int, tag: Entry, victims: Iterator[Entry] | None = None
+        self,
+        owner: str,
+        size: int,
+        tag: Entry,
+        victims: Iterator[Entry] | None = None,
+        used: float | None = None,
     ) -> Extent | None:
         """An extent of DRAM, evicting for it what the policy says; None if nothing can go.
 
@@ -339,6 +354,7 @@ class Node:
             size: bytes of the block.
             tag: the block.
             victims: the scan for victims to go on with, where several blocks need room at once.
+            used: as in ``reserve``.
         """
         extent = self.dram.reserve(owner, size, tag)
         if extent is not None:
@@ -352,7 +368,9 @@ class Node:
             if extent is not None:
                 return extent
         for crowd in self.dram.crowding(owner, size, _is_unpinned):
-            if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
+            if not isinstance(crowd, Entry) or crowd.gone or crowd.pins:
+                continue
+            if used is None or _is_worth_less(used, crowd):
                 self.evict(crowd, self._pressure_on(crowd))
         return self.dram.reserve(owner, size, tag)
 
@@ -410,6 +428,11 @@ class Node:
         if entry.ssd is not None and self.ssd is not None:
             self.ssd.free(entry.ssd)
             entry.ssd = None
+
+
+def _is_worth_less(used: float, entry: Entry) -> bool:
+    """Whether an entry may make room for a block of another node that was last used at a time."""
+    return entry.replica or entry.ssd is not None or entry.last_use < used
 
 
 def _is_unpinned(tag: object) -> bool:

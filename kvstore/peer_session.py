@@ -30,6 +30,8 @@ from kvstore.protocol.messages import (
     GetAnswer,
     Hello,
     Request,
+    Take,
+    TakeAnswer,
     Welcome,
 )
 from rdma.errors import TransportError
@@ -197,6 +199,14 @@ class PeerSession:
             answer = await self._ask(Exists(hashes[start : start + step]), deadline)
             tiers += answer.tiers
         return tiers
+
+    async def take(self, request: Take, deadline: float) -> TakeAnswer:
+        """Have the peer take copies of blocks of this node; it answers when that is over.
+
+        Raises:
+            KVStoreError: there is no such answer by the deadline.
+        """
+        return await self._ask(request, deadline)
 
     def begin_get(
         self,

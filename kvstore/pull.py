@@ -287,6 +287,8 @@ class Pull:
         most_bytes: bytes that may be reserved at once.
         checksums: crc32c of blocks by hash, from somebody who knows. A block that does not match
             is not kept.
+        replica: whether what is brought is a replica, and makes room before other blocks.
+        used: when the blocks were last used elsewhere; see ``Node.reserve``.
         wanted: how many leading blocks of the chain are wanted by now; all where left out.
         on_reserved: called whenever blocks have been reserved and are under way.
 
@@ -304,6 +306,8 @@ class Pull:
         most_bytes: int,
         *,
         checksums: Mapping[bytes, int] | None = None,
+        replica: bool = True,
+        used: float | None = None,
         wanted: Callable[[], int] | None = None,
         on_reserved: Callable[[], None] = lambda: None,
     ) -> None:
@@ -316,6 +320,8 @@ class Pull:
         self._hashes = hashes
         self._most = max(1, min(most_bytes, _RESERVED_BYTES) // self._shard.block_bytes)
         self._checksums = checksums or {}
+        self._replica = replica
+        self._used = used
         self._wanted = wanted or (lambda: len(hashes))
         self._on_reserved = on_reserved
         self._known: dict[Puller, int] = {}
@@ -480,7 +486,8 @@ class Pull:
                 number=0,
                 most=self._most,
                 outcomes=self._node.metrics.pulls,
-                replica=True,
+                replica=self._replica,
+                used=self._used,
             )
         except ParentAbsent:
             return "no_space"

@@ -29,6 +29,7 @@ __all__ = [
     "PingAnswer",
     "ReserveAnswer",
     "SegmentsAnswer",
+    "TakeAnswer",
     "Welcome",
     "WriteAnswer",
 ]
@@ -270,6 +271,33 @@ class SegmentsAnswer:
         if len(flat) % 2:
             fields.wrong("segments must be pairs of number and size")
         return cls(list(zip(flat[::2], flat[1::2], strict=True)))
+
+
+@dataclass(slots=True)
+class TakeAnswer:
+    """Answer to :class:`Take`, once the blocks are there, or are not coming.
+
+    Attributes:
+        held: how many leading blocks of the chain the node holds now.
+        why_not_more: empty where it is all of them; else ``refused`` (the node takes nothing now),
+            ``no_space``, or how bringing them failed.
+    """
+
+    held: int
+    why_not_more: str = ""
+
+    def values(self) -> list[object]:
+        """Return the values in the order in which they travel."""
+        return [self.held, self.why_not_more]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> TakeAnswer:
+        """Check ``values`` and return the answer that they are."""
+        fields.arguments(values, 2, "the answer to TAKE")
+        return cls(
+            fields.integer(values[0], 0, fields.MAX_HASHES, "held"),
+            fields.text(values[1], "why not more"),
+        )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from kvstore.errors import InvalidRequest
 __all__ = [
     "HASH_BYTES",
     "MAX_BYTES",
+    "MAX_COPIES",
     "MAX_HASHES",
     "MAX_SEGMENTS",
     "MAX_TRANSPORTS",
@@ -42,6 +43,8 @@ MAX_HASHES: Final = 65_536
 MAX_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
 MAX_BYTES: Final = 1 << 40
 """Largest offset, length or size of a block or segment, in bytes."""
+MAX_COPIES: Final = 16
+"""Most nodes that are to hold one block."""
 MAX_TRANSPORTS: Final = 16
 MAX_SEGMENTS: Final = 128
 """Most segments asked for at once; the kernel passes at most 253 descriptors in one message."""

@@ -44,10 +44,11 @@ from kvstore.protocol.answers import (
     PingAnswer,
     ReserveAnswer,
     SegmentsAnswer,
+    TakeAnswer,
     Welcome,
     WriteAnswer,
 )
-from kvstore.protocol.fields import HASH_BYTES, MAX_HASHES, join_hashes, split_hashes
+from kvstore.protocol.fields import HASH_BYTES, MAX_COPIES, MAX_HASHES, join_hashes, split_hashes
 from kvstore.protocol.requests import (
     Abort,
     Exists,
@@ -60,6 +61,7 @@ from kvstore.protocol.requests import (
     Request,
     Reserve,
     Segments,
+    Take,
     Write,
 )
 
@@ -73,6 +75,7 @@ __all__ = [
     "HASH_BYTES",
     "HBM",
     "HELD",
+    "MAX_COPIES",
     "MAX_DEADLINE_MS",
     "MAX_HASHES",
     "MAX_REQUEST_ID",
@@ -102,6 +105,8 @@ __all__ = [
     "ReserveAnswer",
     "Segments",
     "SegmentsAnswer",
+    "Take",
+    "TakeAnswer",
     "Welcome",
     "Write",
     "WriteAnswer",
@@ -125,13 +130,37 @@ MAX_DEADLINE_MS: Final = 86_400_000
 _MAX_MESSAGE: Final = 2_000
 
 AnyRequest: TypeAlias = (
-    Hello | Match | Exists | Get | Release | Reserve | Write | Abort | Segments | Ping | Follow
+    Hello
+    | Match
+    | Exists
+    | Get
+    | Release
+    | Reserve
+    | Write
+    | Abort
+    | Segments
+    | Ping
+    | Follow
+    | Take
 )
 A = TypeVar("A", bound=Answer)
 
 _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
     kind.op: kind.parse
-    for kind in (Hello, Match, Exists, Get, Release, Reserve, Write, Abort, Segments, Ping, Follow)
+    for kind in (
+        Hello,
+        Match,
+        Exists,
+        Get,
+        Release,
+        Reserve,
+        Write,
+        Abort,
+        Segments,
+        Ping,
+        Follow,
+        Take,
+    )
 }
 
 

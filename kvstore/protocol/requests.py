@@ -24,6 +24,7 @@ from kvstore.protocol.answers import (
     PingAnswer,
     ReserveAnswer,
     SegmentsAnswer,
+    TakeAnswer,
     Welcome,
     WriteAnswer,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Request",
     "Reserve",
     "Segments",
+    "Take",
     "Write",
 ]
 
@@ -286,22 +288,32 @@ class Reserve:
     Attributes:
         parent: hash of the block before the first one; 32 zero bytes for a root.
         hashes: the chain, each block the parent of the next.
+        copies: how many nodes are to hold the chain in the end, this one counted; 0 where the node
+            is to say. It travels only where it isn't 0.
     """
 
     op: ClassVar[int] = 6
 
     parent: bytes
     hashes: Sequence[bytes]
+    copies: int = 0
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
-        return [self.parent, fields.join_hashes(self.hashes)]
+        always: list[object] = [self.parent, fields.join_hashes(self.hashes)]
+        return [*always, self.copies] if self.copies else always
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> Reserve:
         """Check ``values`` and return the request that they are."""
-        fields.arguments(values, 2, "RESERVE")
-        return cls(fields.one_hash(values[0], "parent"), fields.split_hashes(values[1]))
+        if len(values) != 3:
+            fields.arguments(values, 2, "RESERVE")
+        copies = values[2] if len(values) == 3 else 0
+        return cls(
+            fields.one_hash(values[0], "parent"),
+            fields.split_hashes(values[1]),
+            fields.integer(copies, 0, fields.MAX_COPIES, "copies"),
+        )
 
     def read(self, values: Sequence[object]) -> ReserveAnswer:
         """Check and return the answer to this request that ``values`` are."""
@@ -485,4 +497,46 @@ class Follow:
             fields.wrong("the number of changes does not fit their numbers")
         if count and not answer.complete:
             fields.wrong("changes were answered after others had been lost")
+        return answer
+
+
+@dataclass(slots=True)
+class Take:
+    """One node of a pool asks another to take copies of blocks that it holds, by pulling them.
+
+    Attributes:
+        member: number of the node that asks, in the pool.
+        incarnation: of its start.
+        hashes: a chain of the session's shard from its first block on.
+        idle_ms: how long ago the blocks were last used, in ms. None used later makes room for them.
+    """
+
+    op: ClassVar[int] = 12
+
+    member: int
+    incarnation: str
+    hashes: Sequence[bytes]
+    idle_ms: int = 0
+
+    def arguments(self) -> list[object]:
+        """Return what stands in the header after the deadline."""
+        return [self.member, self.incarnation, fields.join_hashes(self.hashes), self.idle_ms]
+
+    @classmethod
+    def parse(cls, values: Sequence[object]) -> Take:
+        """Check ``values`` and return the request that they are."""
+        fields.arguments(values, 4, "TAKE")
+        member, incarnation, hashes, idle = values
+        return cls(
+            fields.integer(member, 1, 0xFFFF_FFFF, "member"),
+            fields.text(incarnation, "incarnation"),
+            fields.split_hashes(hashes),
+            fields.integer(idle, 0, fields.MAX_U64, "idle"),
+        )
+
+    def read(self, values: Sequence[object]) -> TakeAnswer:
+        """Check and return the answer to this request that ``values`` are."""
+        answer = TakeAnswer.parse(values)
+        if answer.held > len(self.hashes):
+            fields.wrong("more blocks were taken than offered")
         return answer

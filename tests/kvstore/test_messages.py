@@ -35,6 +35,8 @@ from kvstore.protocol.messages import (
     ReserveAnswer,
     Segments,
     SegmentsAnswer,
+    Take,
+    TakeAnswer,
     Welcome,
     Write,
     WriteAnswer,
@@ -66,6 +68,7 @@ PAIRS: list[tuple[AnyRequest, Answer]] = [
     (Get(H[:2]), GetAnswer(0, b"\x02\x03")),
     (Get(H[:2]), GetAnswer(0, b"\x04\x00")),
     (Reserve(ROOT, H[:4]), ReserveAnswer(5, b"\x00\x01\x02\x03", [PLACE])),
+    (Reserve(ROOT, H[:1], 3), ReserveAnswer(5, b"\x00", [PLACE])),
     (Write(5, [0, 2], 8, 16, False, [1, 0xFFFF_FFFF], [PLACE]), WriteAnswer(b"\x01\x00")),
     (Write(5, []), WriteAnswer(b"")),
     (Abort(5), AbortAnswer()),
@@ -73,6 +76,8 @@ PAIRS: list[tuple[AnyRequest, Answer]] = [
     (Ping(), PingAnswer()),
     (Follow(0, 1), FollowAnswer(1 << 62, False, b"", [])),
     (Follow(7, MAX_HASHES), FollowAnswer(9, True, b"\x01\x00", H[:2])),
+    (Take(7, "start", H, 1 << 40), TakeAnswer(2, "no_space")),
+    (Take(1, "", H[:1]), TakeAnswer(1)),
     (Get(H[:3], checksums=True), GetAnswer(0, b"\x02\x00\x02", None, [0, 0xFFFF_FFFF])),
 ]
 

@@ -4,7 +4,7 @@ Bytes are received straight into the memory that the decoder names, and sent str
 memory that the caller gives; nothing is copied in between. One stream reads a bounded number of
 bytes each time its socket is ready, so that many share a loop fairly.
 
-Works with asyncio's own loop and with uvloop.
+Works with asyncio's own loop and with uvloop, and with a ``TlsSocket`` as with a plain one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from rdma.errors import StreamClosed, TransportError
 from rdma.shm import receive_with_fds
+from rdma.tls import TlsSocket
 
 __all__ = ["Decoder", "SocketStream", "tune"]
 
 _READ_BUDGET: Final = 4 << 20
+_READ_BUDGET_TLS: Final = 1 << 20
+"""Less, since a byte takes several times as long."""
 _MAX_PARTS: Final = 1_024
 """Most buffers in one ``sendmsg``: IOV_MAX of Linux."""
 _UNIX_BUFFER: Final = 1 << 20
@@ -87,7 +90,7 @@ class SocketStream(Generic[E]):
     """One connected stream socket, owned by the stream from here on.
 
     Args:
-        sock: connected Unix or TCP stream socket; made non-blocking.
+        sock: connected Unix or TCP stream socket; made non-blocking. TLS has shaken hands.
         decoder: names the memory to receive to and makes events of what came.
         on_events: called with the events of each piece received.
         on_closed: called once where the stream has ended without :meth:`close`: with the error
@@ -122,6 +125,8 @@ class SocketStream(Generic[E]):
         self.on_fds: Callable[[list[int]], None] | None = None
         self._sock = sock
         self._fd = sock.fileno()
+        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self._budget = _READ_BUDGET if self._tls is None else _READ_BUDGET_TLS
         self._loop = loop if loop is not None else asyncio.get_running_loop()
         self._decoder = decoder
         self._on_events = on_events
@@ -165,12 +170,19 @@ class SocketStream(Generic[E]):
         if wanted and not self._reading:
             self._reading = True
             self._loop.add_reader(self._fd, self._readable)
+            if self._tls is not None:
+                self._read_decrypted(self._tls)
         elif self._reading and not wanted:
             self._reading = False
             self._loop.remove_reader(self._fd)
 
+    def _read_decrypted(self, tls: TlsSocket) -> None:
+        """Read on in the loop's next turn what TLS has taken from the kernel already."""
+        if self._reading and tls.waiting:
+            self._loop.call_soon(self._readable)
+
     def _readable(self) -> None:
-        budget = _READ_BUDGET
+        budget = self._budget
         while self._reading:
             buffer = self._decoder.get_buffer()
             wanted = len(buffer)
@@ -191,7 +203,9 @@ class SocketStream(Generic[E]):
                 self._on_events(events)
             budget -= received
             if received < wanted or not budget:
-                return
+                break
+        if self._tls is not None:
+            self._read_decrypted(self._tls)
 
     def _receive(self, buffer: memoryview) -> int:
         """Return how many bytes came; -1 where none can be had now or any more."""

@@ -10,6 +10,7 @@ import uvloop
 from rdma.errors import SegmentError, StreamClosed
 from rdma.shm import close_fds
 from rdma.stream import SocketStream
+from tests.tls import shaken
 
 Main = Callable[[], Awaitable[None]]
 Run = Callable[[Main], None]
@@ -111,10 +112,20 @@ def connected(kind: str = "unix") -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
-    return left, right
+    left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return shaken(left, right) if kind == "tls" else (left, right)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def send_all(sock: socket.socket, data: bytes) -> None:
+    """Send a few bytes, for which there is room."""
+    assert sock.send(data) == len(data)
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def test_messages_arrive_whole_and_in_order(run: Run, kind: str) -> None:
     async def main() -> None:
         a, b = connected(kind)
@@ -141,9 +152,9 @@ def test_messages_arrive_whole_and_in_order(run: Run, kind: str) -> None:
     run(main)
 
 
-def test_more_parts_than_the_kernel_takes_at_once(run: Run) -> None:
+def test_more_parts_than_the_kernel_takes_at_once(run: Run, kind: str) -> None:
     async def main() -> None:
-        left, right = map(End, connected())
+        left, right = map(End, connected(kind))
         right.stream.start()
         body = os.urandom(5_000 * 700)
         parts: list[bytes | memoryview] = [struct.pack("<I", len(body))]
@@ -158,9 +169,9 @@ def test_more_parts_than_the_kernel_takes_at_once(run: Run) -> None:
     run(main)
 
 
-def test_memory_is_in_use_until_it_was_said_to_have_left(run: Run) -> None:
+def test_memory_is_in_use_until_it_was_said_to_have_left(run: Run, kind: str) -> None:
     async def main() -> None:
-        left, right = map(End, connected())
+        left, right = map(End, connected(kind))
         body = bytearray(os.urandom(8 << 20))
         before = bytes(body)
         left_it = asyncio.Event()
@@ -183,9 +194,9 @@ def test_memory_is_in_use_until_it_was_said_to_have_left(run: Run) -> None:
     run(main)
 
 
-def test_closing_tells_what_did_not_leave(run: Run) -> None:
+def test_closing_tells_what_did_not_leave(run: Run, kind: str) -> None:
     async def main() -> None:
-        left, right = map(End, connected())
+        left, right = map(End, connected(kind))
         sent: list[tuple[int, bool]] = []
         for number in range(3):
             left.stream.send(
@@ -204,9 +215,9 @@ def test_closing_tells_what_did_not_leave(run: Run) -> None:
     run(main)
 
 
-def test_no_callback_comes_after_closing_within_one(run: Run) -> None:
+def test_no_callback_comes_after_closing_within_one(run: Run, kind: str) -> None:
     async def main() -> None:
-        a, b = connected()
+        a, b = connected(kind)
         right = End(b)
         b_messages: list[list[bytes]] = []
 
@@ -216,8 +227,10 @@ def test_no_callback_comes_after_closing_within_one(run: Run) -> None:
 
         right.stream._on_events = close_at_once
         for _ in range(3):
-            a.sendall(b"".join(framed(b"x")))
+            send_all(a, b"".join(framed(b"x")))
         right.stream.start()
+        while not b_messages:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         assert b_messages == [[b"x"]]
         a.close()
@@ -225,7 +238,6 @@ def test_no_callback_comes_after_closing_within_one(run: Run) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_peer_that_is_gone_breaks_the_stream(run: Run, kind: str) -> None:
     async def main() -> None:
         a, b = connected(kind)
@@ -282,9 +294,9 @@ def test_who_does_not_read_is_not_read_from(run: Run) -> None:
     run(main)
 
 
-def test_who_waits_to_send_is_told_of_the_end(run: Run) -> None:
+def test_who_waits_to_send_is_told_of_the_end(run: Run, kind: str) -> None:
     async def main() -> None:
-        a, b = connected()
+        a, b = connected(kind)
         left = End(a, high_water=1 << 20)
         left.stream.send(framed(bytes(16 << 20)))
         waiters = [asyncio.ensure_future(left.stream.wait_writable()) for _ in range(2)]
@@ -298,13 +310,13 @@ def test_who_waits_to_send_is_told_of_the_end(run: Run) -> None:
     run(main)
 
 
-def test_reading_waits_for_the_decoder(run: Run) -> None:
+def test_reading_waits_for_the_decoder(run: Run, kind: str) -> None:
     async def main() -> None:
-        a, b = connected()
+        a, b = connected(kind)
         right = End(b)
         right.decoder.hold = True
         right.stream.start()
-        a.sendall(b"".join(framed(b"hello")))
+        send_all(a, b"".join(framed(b"hello")))
         await asyncio.sleep(0.02)
         assert not right.events
         right.decoder.hold = False
@@ -312,7 +324,7 @@ def test_reading_waits_for_the_decoder(run: Run) -> None:
         await right.until(lambda: bool(right.events))
         assert right.events == [b"hello"]
         right.stream.pause_reading()
-        a.sendall(b"".join(framed(b"again")))
+        send_all(a, b"".join(framed(b"again")))
         await asyncio.sleep(0.02)
         assert right.events == [b"hello"]
         right.stream.resume_reading()
@@ -323,9 +335,9 @@ def test_reading_waits_for_the_decoder(run: Run) -> None:
     run(main)
 
 
-def test_finishing_sends_what_waits_then_closes(run: Run) -> None:
+def test_finishing_sends_what_waits_then_closes(run: Run, kind: str) -> None:
     async def main() -> None:
-        left, right = map(End, connected())
+        left, right = map(End, connected(kind))
         left.stream.start()
         body = os.urandom(8 << 20)
         left.stream.send(framed(body))
@@ -364,9 +376,9 @@ def test_an_answer_may_follow_the_peers_end(run: Run) -> None:
     run(main)
 
 
-def test_sending_from_within_on_sent_keeps_the_order(run: Run) -> None:
+def test_sending_from_within_on_sent_keeps_the_order(run: Run, kind: str) -> None:
     async def main() -> None:
-        left, right = map(End, connected())
+        left, right = map(End, connected(kind))
         right.stream.start()
         count = 0
 
@@ -385,10 +397,10 @@ def test_sending_from_within_on_sent_keeps_the_order(run: Run) -> None:
     run(main)
 
 
-def test_one_stream_does_not_starve_another(run: Run) -> None:
+def test_one_stream_does_not_starve_another(run: Run, kind: str) -> None:
     async def main() -> None:
-        busy_left, busy_right = map(End, connected())
-        calm_left, calm_right = map(End, connected())
+        busy_left, busy_right = map(End, connected(kind))
+        calm_left, calm_right = map(End, connected(kind))
         for end in (busy_right, calm_right):
             end.stream.start()
         order: list[str] = []

@@ -12,7 +12,6 @@ import yaml
 from typer.main import get_command
 
 from kvstore.cli.main import app
-from kvstore.sources import load
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -42,47 +41,6 @@ def test_command_lines_in_documents_parse(line: str) -> None:
     _parse(shlex.split(line)[1:])
 
 
-def _compose() -> dict[str, Any]:
-    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    assert isinstance(composed, dict)
-    return composed
-
-
-def test_compose_starts_a_node_that_would_start() -> None:
-    node = _compose()["services"]["kvstore"]
-    _parse(node["command"])
-    effective = load(environ=node["environment"] | _image_environment())
-    assert effective.config.ssd.capacity
-    assert all(
-        origin.kind == "environment"
-        for key, origin in effective.origins.items()
-        if key.startswith(("dram.capacity", "ssd.capacity", "listen.metrics"))
-    )
-
-
-def test_compose_gives_the_node_time_and_memory() -> None:
-    node = _compose()["services"]["kvstore"]
-    config = load(environ=node["environment"] | _image_environment()).config
-    assert float(node["stop_grace_period"].removesuffix("s")) > config.node.grace
-    assert int(node["mem_limit"].removesuffix("g")) << 30 > config.dram.capacity
-
-
-def test_compose_keeps_state_and_socket_in_volumes() -> None:
-    composed = _compose()
-    mounted = dict(volume.split(":") for volume in composed["services"]["kvstore"]["volumes"])
-    assert set(mounted) == set(composed["volumes"])
-    environment = _image_environment()
-    assert environment["KVSTORE_NODE__STATE_DIRECTORY"] in mounted.values()
-    assert str(Path(environment["KVSTORE_LISTEN__UNIX"]).parent) in mounted.values()
-
-
-def _image_environment() -> dict[str, str]:
-    """What the Dockerfile sets with ENV."""
-    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-    pairs = [line.split()[1:] for line in text.splitlines() if line.startswith("ENV ")]
-    return dict(pair.split("=", 1) for line in pairs for pair in line)
-
-
 def test_image_copies_what_is_there() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = [
@@ -105,11 +63,3 @@ def test_image_checks_health_and_runs_with_commands_that_exist() -> None:
     assert run is not None
     _parse(yaml.safe_load(health[1])[1:])
     _parse(yaml.safe_load(run[1]))
-
-
-def test_prometheus_scrapes_the_port_that_is_listened_on() -> None:
-    scraped = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
-    (target,) = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
-    service, _, port = target.partition(":")
-    node = _compose()["services"][service]
-    assert node["environment"]["KVSTORE_LISTEN__METRICS"].endswith(f":{port}")

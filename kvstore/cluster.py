@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +12,7 @@ from kvstore.config import ClusterSection, Config
 from kvstore.directory.address import Access
 from kvstore.directory.address import Address as DirectoryAddress
 from kvstore.directory.interface import NOBODY, Directory, Member
+from kvstore.load import Load
 from kvstore.node import Node
 from kvstore.owners import Owners
 from kvstore.publication import Publication
@@ -41,7 +42,9 @@ class Cluster:
         make_directory: makes its view of the directory.
 
     Attributes:
+        member: this node, without a number.
         directory: the view.
+        load: what the others are told of this node.
         remote: what sessions use of it.
     """
 
@@ -59,16 +62,16 @@ class Cluster:
         data = config.cluster.advertise or data
         if control is not None and control.unspecified:
             control = Address(data.host, control.port)
-        self.directory = make_directory(
-            Member(
-                NOBODY,
-                config.node.name,
-                incarnation,
-                machine(),
-                str(data),
-                "" if control is None else str(control),
-            )
+        self.member = Member(
+            NOBODY,
+            config.node.name,
+            incarnation,
+            machine(),
+            str(data),
+            "" if control is None else str(control),
         )
+        self.directory = make_directory(self.member)
+        self.load = Load(node)
         most_bytes = int(config.limits.session_pinned * config.dram.capacity)
         owners = Owners(
             node,
@@ -91,24 +94,7 @@ class Cluster:
     async def open(self) -> None:
         """Begin to join the pool, and to tell it what comes and goes."""
         self._node.index.observe(self._publication)
-        await self.directory.open(self._publication.inventory, self._summary)
-
-    def _summary(self) -> Mapping[str, float]:
-        """What the others are told of this node, for people."""
-        metrics, dram, ssd = self._node.metrics, self._node.dram, self._node.ssd
-        figures: dict[str, float] = {
-            "blocks": len(self._node.index),
-            "dram_used": dram.used,
-            "dram_capacity": dram.capacity,
-            "lookups": metrics.lookups,
-            "hits": metrics.hits.total(),
-            "remote_hits": metrics.hits["remote"],
-            "sessions": metrics.sessions,
-        }
-        if ssd is not None:
-            statistics = ssd.statistics()
-            figures |= {"ssd_used": statistics.used, "ssd_capacity": statistics.capacity}
-        return figures
+        await self.directory.open(self._publication.inventory, self.load.figures)
 
     async def leave(self) -> None:
         """Leave the pool, so that nobody asks this node any more; it still reads from others."""

@@ -26,9 +26,11 @@ import uvloop
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
+from kvstore.control.pool_service import PoolService
 from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
 from kvstore.departures import Departures
+from kvstore.elsewhere import Elsewhere
 from kvstore.errors import ConfigError, StateLocked
 from kvstore.exposition import MetricsCollector, MetricsServer
 from kvstore.index import Index
@@ -36,6 +38,7 @@ from kvstore.inspection import Inspection
 from kvstore.metrics import Metrics
 from kvstore.movement import Movement
 from kvstore.node import Node
+from kvstore.pool_inspection import PoolInspection
 from kvstore.recovery import recover
 from kvstore.server import Server
 from kvstore.state import StateDirectory
@@ -77,6 +80,7 @@ class Daemon:
         self.movement: Movement | None = None
         self.cluster: Cluster | None = None
         self.control_url: str | None = None
+        self._pool: PoolInspection
         self._control_address: Address | None = None
         self._collector: MetricsCollector | None = None
         self.metrics_url: str | None = None
@@ -129,6 +133,11 @@ class Daemon:
         inspection = await self._open_operators(stack)
         self.server.open()
         await self._open_cluster(stack)
+        if self.cluster is not None:
+            deadline = config.cluster.lookup_deadline
+            directory = self.cluster.directory
+            inspection.elsewhere = Elsewhere(self.node.catalog, directory, deadline)
+            self._pool.cluster = self.cluster
         inspection.urls = tuple(
             url for url in (*self.server.urls, self.control_url, self.metrics_url) if url
         )
@@ -198,13 +207,18 @@ class Daemon:
 
     async def _open_operators(self, stack: contextlib.AsyncExitStack) -> Inspection:
         config = self.config
+        pool = config.cluster.pool if self._make_directory is not None else ""
+        self._pool = PoolInspection(self.node, pool)
         inspection = Inspection(
             self.node, self.movement, self.server, self.verbs, config, self.incarnation
         )
         stack.callback(inspection.close)
         if config.listen.control is not None:
             control = ControlServer(
-                [ControlService(inspection, self._count_fault)],
+                [
+                    ControlService(inspection, self._count_fault),
+                    PoolService(self._pool, self._count_fault),
+                ],
                 config.listen.control,
                 token=config.control_token,
             )

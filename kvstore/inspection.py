@@ -24,6 +24,7 @@ from kvstore.control.interface import (
     TierReport,
 )
 from kvstore.control.snapshot import take
+from kvstore.elsewhere import Elsewhere
 from kvstore.entry import Entry, ShardIndex
 from kvstore.errors import InvalidRequest
 from kvstore.explanation import explain
@@ -47,6 +48,10 @@ class Inspection(Administration):
         verbs: the RDMA device.
         config: of the daemon.
         incarnation: names this start of the node.
+
+    Attributes:
+        urls: where the node listens.
+        elsewhere: the rest of the pool; None where there is none.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Inspection(Administration):
     ) -> None:
         super().__init__(node, movement)
         self.urls: tuple[str, ...] = ()
+        self.elsewhere: Elsewhere | None = None
         self._server = server
         self._verbs = verbs
         self._config = config
@@ -251,6 +257,12 @@ class Inspection(Administration):
 
     async def match(self, namespace: bytes, hashes: Sequence[bytes]) -> MatchReport:
         """See ``ControlTarget.match``."""
+        here = self._match(namespace, hashes)
+        if self.elsewhere is None:
+            return here
+        return await self.elsewhere.match(here, namespace, hashes)
+
+    def _match(self, namespace: bytes, hashes: Sequence[bytes]) -> MatchReport:
         known = self._node.catalog.find(namespace)
         shards = self._shards(namespace)
         if not shards or (known is not None and len(shards) < known.shards):
@@ -260,7 +272,10 @@ class Inspection(Administration):
 
     async def explain(self, namespace: bytes, hashes: Sequence[bytes]) -> Explanation:
         """See ``ControlTarget.explain``."""
-        return explain(self._node, namespace, hashes)
+        here = explain(self._node, namespace, hashes)
+        if self.elsewhere is None:
+            return here
+        return await self.elsewhere.explain(here, namespace, hashes)
 
 
 def _cursor(namespace: bytes, shard: int, hash: bytes = b"") -> bytes:

@@ -849,6 +849,8 @@ class Explanation(_message.Message):
     AGO_FIELD_NUMBER: _builtins.int
     NEAREST_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     asked: _builtins.int
     blocks: _builtins.int
     ending: _builtins.str
@@ -858,6 +860,8 @@ class Explanation(_message.Message):
     reason: _builtins.str
     ago: _builtins.float
     nearest: _builtins.bytes
+    remote: _builtins.int
+    gone: _builtins.str
     @_builtins.property
     def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -873,10 +877,12 @@ class Explanation(_message.Message):
         ago: _builtins.float | None = ...,
         nearest: _builtins.bytes = ...,
         differences: _abc.Iterable[_builtins.str] | None = ...,
+        remote: _builtins.int = ...,
+        gone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ago", b"_ago", "_shard", b"_shard", "ago", b"ago", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ago", b"_ago", "_shard", b"_shard", "ago", b"ago", "asked", b"asked", "blocks", b"blocks", "differences", b"differences", "ending", b"ending", "hash", b"hash", "nearest", b"nearest", "reason", b"reason", "shard", b"shard", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ago", b"_ago", "_shard", b"_shard", "ago", b"ago", "asked", b"asked", "blocks", b"blocks", "differences", b"differences", "ending", b"ending", "gone", b"gone", "hash", b"hash", "nearest", b"nearest", "reason", b"reason", "remote", b"remote", "shard", b"shard", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ago: _TypeAlias = _typing.Literal["ago"]  # noqa: Y015
     _WhichOneofArgType__ago: _TypeAlias = _typing.Literal["_ago", b"_ago"]  # noqa: Y015

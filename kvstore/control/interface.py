@@ -134,7 +134,10 @@ class BlockPage:
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """How far a prefix reaches: the slowest tier over the shards, for each block that is held."""
+    """How far a prefix reaches: the slowest tier over the shards, for each block that is held.
+
+    Tier ``remote`` stands for other nodes of the pool, as its directory says.
+    """
 
     asked: int
     tiers: tuple[str, ...]
@@ -187,6 +190,10 @@ class Explanation:
     """Fingerprint of the namespace that differs least."""
     differences: tuple[str, ...] = ()
     """``field: ours is X, theirs is Y``, one a field."""
+    remote: int = 0
+    """Blocks after those held here that other nodes of the pool hold, as its directory says."""
+    gone: str = ""
+    """The node that held the block after all these, and has left the pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Dataclasses of ``kvstore.control.interface`` to protobuf messages and back, field by field.
 
 The two sides have the same field names, so one pair of functions serves them all. None is an absent
-field (for bytes and text: an empty one), a tuple a repeated field, a mapping a map.
+field (for bytes and text: an empty one), a tuple a repeated field, a mapping a map, a dataclass a
+message.
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ def encode(value: Any, message: M) -> M:
             _encode_map(content, getattr(message, name))
         elif isinstance(content, (tuple, list)):
             _encode_list(content, getattr(message, name))
+        elif dataclasses.is_dataclass(content):
+            encode(content, getattr(message, name))
         else:
             setattr(message, name, content.value if isinstance(content, Enum) else content)
     return message
@@ -96,6 +99,8 @@ def _reader(hint: Any) -> Callable[[Message, str], object]:
         return _map_reader(arguments[1])
     if isinstance(hint, type) and issubclass(hint, Enum):
         return lambda message, name: hint(getattr(message, name))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return lambda message, name: decode(getattr(message, name), hint)
     return getattr
 
 

@@ -76,6 +76,8 @@ class Heart:
                 await self._beat()
             except KVStoreError:
                 self._outage = True
+                if self._statistics.failing_since is None:
+                    self._statistics.failing_since = began
             # Not all in step: nodes that lost the same Redis come back one after the other.
             pause = self._pace.heartbeat * (0.9 + 0.1 * random.random())
             await asyncio.sleep(max(0.0, pause - (clock() - began)))
@@ -85,7 +87,8 @@ class Heart:
         if version is None:
             raise Unavailable("the directory forgets this node as soon as it has joined")
         self._membership.heard(version)
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = self._statistics.heard_at = asyncio.get_running_loop().time()
+        self._statistics.failing_since = None
         self._sweeper.watch(self._heard_at)
         if self._outage:
             await self._recover()
@@ -154,6 +157,7 @@ class Heart:
             [int(number) for number in numbers],
             dict(zip(map(int, records[::2]), records[1::2], strict=True)),
             dict(zip(map(int, summaries[::2]), summaries[1::2], strict=True)),
+            now=asyncio.get_running_loop().time(),
         )
         self._statistics.members = len(self._membership.others)
         if before.keys() != self._membership.others.keys():

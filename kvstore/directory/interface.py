@@ -82,6 +82,19 @@ class Reach:
     failure: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A member that this node has seen leave or die.
+
+    Attributes:
+        member: as it was.
+        when: seconds on the event loop's clock at which it was missed.
+    """
+
+    member: Member
+    when: float
+
+
 Inventory = Callable[[], Iterable[Sequence[Place]]]
 """Gives all that this node holds, in pages of a few hundred places. A page is taken when it is
 asked for, with waits between one and the next, and must be right at that moment; a block that comes
@@ -134,6 +147,11 @@ class Directory(ABC):
     def members(self) -> Mapping[int, Member]:
         """Live members by number, without this node, as last heard."""
 
+    @property
+    def gone(self) -> Mapping[int, Gone]:
+        """The last members that this node has seen leave or die, by number; the last one last."""
+        return {}
+
     @abstractmethod
     async def reach(
         self,
@@ -152,6 +170,21 @@ class Directory(ABC):
             hashes: the whole chain from its first block on.
             start: how many leading blocks need not be asked for.
             deadline: seconds on the event loop's clock.
+        """
+
+    @abstractmethod
+    async def traces(
+        self,
+        namespace: bytes,
+        shards: int,
+        hashes: Sequence[bytes],
+        start: int,
+        *,
+        deadline: float,
+    ) -> Reach:
+        """As ``reach``, with members that are gone among the owners.
+
+        For explanations: what they held is forgotten some time after they went.
         """
 
     @abstractmethod

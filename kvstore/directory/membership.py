@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstore.directory.interface import NOBODY, Member
+from kvstore.directory.interface import NOBODY, Gone, Member
 from kvstore.directory.names import pack_numbers
 
 _FIELDS: Final = ("node", "incarnation", "host", "data", "control")
 _LARGEST: Final = 16_384
 _MOST_FIGURES: Final = 256
 _LARGEST_FIGURE: Final = 1e300
+_MOST_GONE: Final = 64
+"""Members that are gone and remembered, for people."""
 
 
 def encode_member(member: Member) -> bytes:
@@ -90,6 +92,7 @@ class Membership:
         before: number of the membership that lapsed last, ``NOBODY`` if none did.
         version: as the directory said last.
         last: the number given last in the pool, as of the roster.
+        gone: others that were missed in a roster, by number; the last one last.
     """
 
     def __init__(self, member: Member) -> None:
@@ -99,6 +102,7 @@ class Membership:
         self.before = NOBODY
         self.version = Version()
         self.last = NOBODY
+        self.gone: Mapping[int, Gone] = {}
         self._member = member
         self._live = b""
         self._read = Version()
@@ -140,6 +144,7 @@ class Membership:
         numbers: Sequence[int],
         records: Mapping[int, bytes],
         summaries: Mapping[int, bytes],
+        now: float = 0.0,
     ) -> None:
         """Take over the roster.
 
@@ -148,7 +153,9 @@ class Membership:
             numbers: all members.
             records: of those that were not known, and of others that may have changed.
             summaries: by number, of those for which there is one; all others keep theirs.
+            now: seconds on the event loop's clock.
         """
+        before = self.others
         mine = self.me.number if self.me else NOBODY
         others: dict[int, Member] = {}
         for number in numbers:
@@ -164,6 +171,7 @@ class Membership:
         self.last = last
         self._live = pack_numbers(self.others)
         self._read = self.version
+        self._miss(before, now)
 
     def _latest(self, others: Mapping[int, Member]) -> dict[int, Member]:
         """Those of which no later start is at the same address.
@@ -175,6 +183,13 @@ class Membership:
         for member in starts:
             latest[member.data] = max(member.number, latest.get(member.data, NOBODY))
         return {number: one for number, one in others.items() if latest[one.data] == number}
+
+    def _miss(self, before: Mapping[int, Member], now: float) -> None:
+        """Take note of who was there before and is not any more."""
+        gone = {number: one for number, one in self.gone.items() if number not in self.others}
+        missed = sorted(before.keys() - self.others.keys())
+        gone |= {number: Gone(before[number], now) for number in missed}
+        self.gone = dict(list(gone.items())[-_MOST_GONE:])
 
     def dead(self, number: int) -> bool:
         """Whether a number is known to name nobody."""

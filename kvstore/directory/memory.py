@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from kvstore.directory.interface import (
     MOST_HASHES,
     MOST_OWNERS,
     Directory,
+    Gone,
     Inventory,
     Member,
     Place,
@@ -31,6 +32,7 @@ class MemoryPool:
     Attributes:
         members: by number.
         owners: of each block, by namespace, shard and hash.
+        gone: members that have left, by number.
         last: the number given last.
         failure: the code of an error that every lookup shall fail with, and changes be lost;
             ``None`` where all is well.
@@ -38,6 +40,7 @@ class MemoryPool:
 
     members: dict[int, Member] = field(default_factory=dict)
     owners: dict[_Location, list[int]] = field(default_factory=dict)
+    gone: dict[int, Gone] = field(default_factory=dict)
     last: int = 0
     failure: str | None = None
 
@@ -48,9 +51,11 @@ class MemoryPool:
         self.members[joined.number] = joined
         return joined
 
-    def leave(self, number: int) -> None:
-        """Forget a member; what it held names nobody from now on."""
-        self.members.pop(number, None)
+    def leave(self, number: int, now: float = 0.0) -> None:
+        """Let a member go; what it held names nobody from now on."""
+        member = self.members.pop(number, None)
+        if member is not None:
+            self.gone[number] = Gone(member, now)
 
     def add(self, place: Place, number: int) -> None:
         """Note that a member holds a block."""
@@ -75,6 +80,10 @@ class MemoryPool:
         """Live members that hold a block, without the one that asks."""
         owners = self.owners.get(location, ())
         return tuple(owner for owner in owners if owner in self.members and owner != asking)
+
+    def traces(self, location: _Location, asking: int) -> tuple[int, ...]:
+        """The same, with members that are gone."""
+        return tuple(owner for owner in self.owners.get(location, ()) if owner != asking)
 
 
 class MemoryDirectory(Directory):
@@ -110,13 +119,18 @@ class MemoryDirectory(Directory):
     async def close(self) -> None:
         """Leave."""
         if self._me is not None:
-            self._pool.leave(self._me.number)
+            self._pool.leave(self._me.number, asyncio.get_running_loop().time())
             self._me = None
 
     @property
     def me(self) -> Member | None:
         """This node's membership; None before ``open``, after ``close``, and once thrown out."""
         return self._me if self._me and self._me.number in self._pool.members else None
+
+    @property
+    def gone(self) -> Mapping[int, Gone]:
+        """Members that have left."""
+        return self._pool.gone
 
     @property
     def members(self) -> Mapping[int, Member]:
@@ -140,17 +154,38 @@ class MemoryDirectory(Directory):
             self.statistics.failures["reach", self._pool.failure] += 1
             return Reach(start, failure=self._pool.failure)
         self.statistics.operations["reach"] += 1
+        return self._deepest(self._pool.holders, namespace, shards, hashes, start)
+
+    def _deepest(
+        self,
+        holders: Callable[[_Location, int], tuple[int, ...]],
+        namespace: bytes,
+        shards: int,
+        hashes: Sequence[bytes],
+        start: int,
+    ) -> Reach:
         asking = self._me.number if self._me else 0
         deepest = Reach(start)
         for number in range(start, min(len(hashes), start + MOST_HASHES)):
             owners = tuple(
-                self._pool.holders((namespace, shard, hashes[number]), asking)
-                for shard in range(shards)
+                holders((namespace, shard, hashes[number]), asking) for shard in range(shards)
             )
             if not all(owners):
                 break
             deepest = Reach(number + 1, owners)
         return deepest
+
+    async def traces(
+        self,
+        namespace: bytes,
+        shards: int,
+        hashes: Sequence[bytes],
+        start: int,
+        *,
+        deadline: float,
+    ) -> Reach:
+        """How far others hold a chain, or held it when they left."""
+        return self._deepest(self._pool.traces, namespace, shards, hashes, start)
 
     def stored(self, place: Place) -> None:
         """Take note that this node holds a block."""

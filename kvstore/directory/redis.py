@@ -21,6 +21,7 @@ from kvstore.directory.interface import (
     MOST_HASHES,
     NOBODY,
     Directory,
+    Gone,
     Inventory,
     Member,
     Place,
@@ -31,7 +32,14 @@ from kvstore.directory.interface import (
 )
 from kvstore.directory.link import Link
 from kvstore.directory.membership import Membership
-from kvstore.directory.names import check_pool, hash_parts, pool_prefix, tag, unpack_numbers
+from kvstore.directory.names import (
+    check_pool,
+    hash_parts,
+    pack_numbers,
+    pool_prefix,
+    tag,
+    unpack_numbers,
+)
 from kvstore.directory.pace import Pace
 from kvstore.directory.publishing import Publisher
 from kvstore.directory.scripts import LEAVE, REACH, Script
@@ -148,6 +156,11 @@ class RedisDirectory(Directory):
         """The other members, as last heard; also where Redis is gone since."""
         return self._membership.others
 
+    @property
+    def gone(self) -> Mapping[int, Gone]:
+        """Members that were there and are not any more."""
+        return self._membership.gone
+
     async def reach(
         self,
         namespace: bytes,
@@ -163,7 +176,8 @@ class RedisDirectory(Directory):
             return Reach(start)
         key = tag(self._pool, namespace, hashes[0])
         try:
-            answer = await self._look_up(key, hash_parts(rest), shards, deadline)
+            live = self._membership.live
+            answer = await self._look_up(key, hash_parts(rest), shards, live, deadline)
             return self._understand(answer, namespace, hashes, start)
         except KVStoreError as error:
             return Reach(start, failure=error.code)
@@ -172,7 +186,32 @@ class RedisDirectory(Directory):
             self.statistics.failures["reach", InternalError.code] += 1
             return Reach(start, failure=InternalError.code)
 
-    async def _look_up(self, key: bytes, parts: bytes, shards: int, deadline: float) -> Any:
+    async def traces(
+        self,
+        namespace: bytes,
+        shards: int,
+        hashes: Sequence[bytes],
+        start: int,
+        *,
+        deadline: float,
+    ) -> Reach:
+        """How far others hold a chain, or held it when they went."""
+        rest, gone = hashes[start : start + MOST_HASHES], self._membership.gone
+        if not rest or not gone:
+            return Reach(start)
+        key = tag(self._pool, namespace, hashes[0])
+        named = self._membership.live + pack_numbers(gone)
+        try:
+            answer = await self._look_up(key, hash_parts(rest), shards, named, deadline)
+        except KVStoreError as error:
+            return Reach(start, failure=error.code)
+        if not 0 < (blocks := int(answer[0])) <= len(rest):
+            return Reach(start)
+        return Reach(start + blocks, tuple(unpack_numbers(value) for value in answer[1:]))
+
+    async def _look_up(
+        self, key: bytes, parts: bytes, shards: int, members: bytes, deadline: float
+    ) -> Any:
         """Run the script, unless the way is closed; close it where that fails."""
         clock = asyncio.get_running_loop().time
         route = self._link.route(key) if self._publisher is not None else ""
@@ -184,7 +223,7 @@ class RedisDirectory(Directory):
             if began >= deadline:
                 raise DeadlineExceeded("no time is left to ask the directory")
             async with asyncio.timeout_at(deadline), self._lookups:
-                words = (parts, shards, self._membership.live)
+                words = (parts, shards, members)
                 left = deadline - clock()
                 answer = await self._link.run(REACH, key, *words, seconds=left)
         except (KVStoreError, TimeoutError) as error:

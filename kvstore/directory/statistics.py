@@ -27,6 +27,8 @@ class Statistics:
         swept: locations of dead members that this node has cleared away.
         queued: changes that wait to be told, now.
         members: other live members, now.
+    heard_at: when the directory answered a sign of life last, on the event loop's clock.
+    failing_since: when one was not answered first after that; None where the last one was.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -41,3 +43,5 @@ class Statistics:
     swept: int = 0
     queued: int = 0
     members: int = 0
+    heard_at: float | None = None
+    failing_since: float | None = None

@@ -26,12 +26,14 @@ import uvloop
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
+from kvstore.control.event_service import EventService
 from kvstore.control.pool_service import PoolService
 from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
 from kvstore.departures import Departures
 from kvstore.elsewhere import Elsewhere
 from kvstore.errors import ConfigError, StateLocked
+from kvstore.events import Events
 from kvstore.exposition import MetricsCollector, MetricsServer
 from kvstore.index import Index
 from kvstore.inspection import Inspection
@@ -214,10 +216,15 @@ class Daemon:
         )
         stack.callback(inspection.close)
         if config.listen.control is not None:
+            events = EventService(
+                Events(self.node.index), config.node.name, self.incarnation, self._count_fault
+            )
+            stack.callback(events.close)
             control = ControlServer(
                 [
                     ControlService(inspection, self._count_fault),
                     PoolService(self._pool, self._count_fault),
+                    events,
                 ],
                 config.listen.control,
                 token=config.control_token,

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import structlog
-from grpclib.const import Status
-from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from kvstore.control import events_pb2 as pb
@@ -14,7 +12,7 @@ from kvstore.control.arguments import checked_hash
 from kvstore.control.boundary import answering
 from kvstore.control.events_grpc import EventsBase
 from kvstore.entry import IN_DRAM, IN_SSD, ShardIndex
-from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.events import Batch, Events, Follower, Word
 
 MOST_FOLLOWERS: Final = 64
@@ -129,11 +127,8 @@ class EventService(EventsBase):
                 await stream.send_message(self._encode(batch))
         except TimeoutError as error:
             _log.warning("follower too slow", seconds=self._patience, peer=stream.peer.addr())
-            _hang_up_if_stuck(stream)
-            raise GRPCError(
-                Status.ABORTED,
-                f"unavailable: the follower took nothing for {self._patience:g} s",
-            ) from error
+            await _break_off(stream)
+            raise Unavailable(f"the follower took nothing for {self._patience:g} s") from error
 
     def _encode(self, batch: Batch) -> pb.EventBatch:
         message = pb.EventBatch(
@@ -173,8 +168,13 @@ async def _happens(follower: Follower, seconds: float) -> bool:
     return True
 
 
-def _hang_up_if_stuck(stream: Any) -> None:
-    """Break the connection of a peer that reads nothing at all: it would take no status either."""
+async def _break_off(stream: Any) -> None:
+    """End a stream within a message, where no status can follow.
+
+    The connection is kept for other calls, unless its peer reads nothing at all.
+    """
     inner = stream._stream
-    if not inner.connection.write_ready.is_set():
+    if inner.connection.write_ready.is_set():
+        await stream.cancel()
+    else:
         inner._transport.abort()

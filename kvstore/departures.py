@@ -19,6 +19,8 @@ class DepartureReason(StrEnum):
     """Evicted to make room, in the order of the tier's policy."""
     SSD_BUSY = "ssd_busy"
     """Evicted to make room before the SSD tier had taken a copy: it could not keep up."""
+    QUOTA = "quota"
+    """Evicted to make room while its tenant held more than its quota."""
     SSD_RECLAIM = "ssd_reclaim"
     """Its region of the SSD log was reclaimed."""
     CORRUPT = "corrupt"

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Hashable, Iterator
 from typing import Final
 
+from kvstore.accounts import Account
 from kvstore.feed import Feed
 from kvstore.identity import ROOT_PARENT
 from tiers.links import Link
@@ -174,11 +175,14 @@ class ShardIndex:
         block_bytes: size of each of its blocks.
         committed: blocks that can be served, by hash. Read it freely, change it never.
         reserved: blocks that are being written, by hash. Likewise.
+        account: where its blocks are counted.
+        tenant: whose it is; None while nobody knows, as of what a restarted node finds on its SSD.
         in_dram, in_ssd: blocks, reserved ones included, with an extent in that tier.
         feed: is told of blocks stored and removed; None where nobody follows.
     """
 
     __slots__ = (
+        "account",
         "block_bytes",
         "committed",
         "feed",
@@ -187,9 +191,19 @@ class ShardIndex:
         "namespace",
         "number",
         "reserved",
+        "tenant",
     )
 
-    def __init__(self, namespace: bytes, number: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        number: int,
+        block_bytes: int,
+        account: Account,
+        tenant: str | None = None,
+    ) -> None:
+        self.account = account
+        self.tenant = tenant
         self.namespace = namespace
         self.number = number
         self.block_bytes = block_bytes

@@ -8,37 +8,36 @@ Pure and synchronous: no I/O, no clock, no locks. Rules that hold between any tw
 * The index never frees an extent. Whoever drops or displaces gets to know the entry and frees its
   extents, at once if it has no pins, else when `unpin` says that the last one is off.
 
-Only DRAM residents are ordered, by a policy. Replicas, blocks that another node has too, are in an
-order of their own and go before all others. SSD space comes back by the region, and which residents
+Only DRAM residents are ordered: those of each tenant with a quota by themselves, in an order that a
+policy keeps, and replicas, blocks that another node has too, in another. ``kvstore.victims`` makes
+one line of them all. SSD space comes back by the region, and which residents
 of a region are worth writing anew is answered by `Entry.worth_keeping_on_ssd`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
+from kvstore.accounts import OTHERS, Account, Accounts
 from kvstore.entry import (
     COMMITTED,
     GONE,
     IN_DRAM,
     IN_SSD,
     REPLICA,
-    TIER_CODES,
     USED,
     Entry,
     ShardIndex,
 )
 from kvstore.errors import ParentAbsent
 from kvstore.identity import HASH_BYTES, ROOT_PARENT
-from tiers.links import HELD, PARKED, Link
-from tiers.lru import Lru
+from kvstore.reach import chain_codes, codes, prefix_codes, slowest
+from kvstore.victims import Line
+from tiers.links import HELD, PARKED
 from tiers.policy import Policy
 
 TierName = Literal["dram", "ssd"]
-
-_NOTHING: Final = Entry(ShardIndex(b"", 0, 0), b"", None, 0.0)
 
 
 class AlreadyPresent(Exception):
@@ -69,17 +68,17 @@ class Index:
     """All blocks of a node. Not thread-safe: it belongs to the thread of the event loop.
 
     Args:
-        policy: the order in which DRAM gives up its blocks.
+        accounts: of the tenants; a policy where there is one account for all, without a quota.
 
     Attributes:
-        policy: has the blocks of DRAM that are no replicas.
-        replicas: has those that are. Whatever the policy, that longest unused goes first.
+        accounts: what each tenant holds, and the orders in which DRAM gives up its blocks.
         observers: are told what comes and goes; see ``observe``.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.replicas = Lru(1)
+    def __init__(self, accounts: Accounts | Policy) -> None:
+        if isinstance(accounts, Policy):
+            accounts = Accounts(Account(OTHERS, accounts))
+        self.accounts = accounts
         self.observers: tuple[Observer, ...] = ()
         self._shards: dict[tuple[bytes, int], ShardIndex] = {}
 
@@ -95,13 +94,40 @@ class Index:
 
     # Shards
 
-    def shard(self, namespace: bytes, number: int, block_bytes: int) -> ShardIndex:
-        """The shard of that namespace (fingerprint) and rank, made when first asked for."""
+    def shard(
+        self, namespace: bytes, number: int, block_bytes: int, tenant: str | None = None
+    ) -> ShardIndex:
+        """The shard of that namespace (fingerprint) and rank, made when first asked for.
+
+        Args:
+            namespace: the fingerprint.
+            number: the rank.
+            block_bytes: size of its blocks.
+            tenant: whose it is, where that is known; it may become known later.
+        """
         shard = self._shards.get((namespace, number))
         if shard is None:
-            shard = ShardIndex(namespace, number, block_bytes)
+            account = self.accounts.of(tenant)
+            shard = ShardIndex(namespace, number, block_bytes, account, tenant)
             self._shards[namespace, number] = shard
+        elif shard.tenant is None and tenant is not None:
+            shard.tenant = tenant
+            self._transfer(shard, self.accounts.of(tenant))
         return shard
+
+    def _transfer(self, shard: ShardIndex, account: Account) -> None:
+        """Count the blocks of a shard in another account from now on."""
+        ordered = [entry for entry in shard.committed.values() if entry.queue]
+        for entry in ordered:
+            self._order_of(entry).remove(entry, evicted=False)
+        shard.account.dram -= shard.dram_bytes
+        shard.account.ssd -= shard.ssd_bytes
+        shard.account = account
+        account.dram += shard.dram_bytes
+        account.ssd += shard.ssd_bytes
+        # Parents are older than their children in the table, and must not be so in the order.
+        for entry in reversed(ordered):
+            self._order_of(entry).insert(entry)
 
     def known_shard(self, namespace: bytes, number: int) -> ShardIndex | None:
         """The shard of that namespace (fingerprint) and rank, or None if nobody asked for it."""
@@ -133,11 +159,11 @@ class Index:
             One tier code for each block held, up to the first that some shard lacks: 1 hbm, 2 dram,
             3 ssd, the slowest over the shards.
         """
-        codes = []
+        found = []
         for shard in shards:
-            codes.append(_prefix_codes(shard, hashes))
-            hashes = hashes[: len(codes[-1])]
-        return _slowest(codes)
+            found.append(prefix_codes(shard, hashes))
+            hashes = hashes[: len(found[-1])]
+        return slowest(found)
 
     def match_joined(self, shards: Sequence[ShardIndex], joined: bytes) -> bytes:
         """What `match` says of the hashes that `joined` is made of, in less time if they chain.
@@ -145,18 +171,18 @@ class Index:
         A committed block's parents are committed, so the end of a chain is found by bisection, and
         its blocks by going from parent to parent. The hashes met on the way show whether it is one.
         """
-        codes = []
+        found = []
         for shard in shards:
-            codes.append(_chain_codes(shard, joined))
-            joined = joined[: len(codes[-1]) * HASH_BYTES]
-        return _slowest(codes)
+            found.append(chain_codes(shard, joined))
+            joined = joined[: len(found[-1]) * HASH_BYTES]
+        return slowest(found)
 
     def exists(self, shards: Sequence[ShardIndex], hashes: Sequence[bytes]) -> bytes:
         """The tier code of each block on its own: 0 where some shard lacks it."""
-        codes = [_codes(shard, hashes) for shard in shards]
-        if len(codes) == 1:
-            return codes[0]
-        return bytes(max(block) if all(block) else 0 for block in zip(*codes, strict=True))
+        each = [codes(shard, hashes) for shard in shards]
+        if len(each) == 1:
+            return each[0]
+        return bytes(max(block) if all(block) else 0 for block in zip(*each, strict=True))
 
     def lookup(self, shard: ShardIndex, hashes: Iterable[bytes]) -> list[Entry | None]:
         """The committed entry of each hash, or None."""
@@ -263,12 +289,14 @@ class Index:
         if tier == "dram":
             entry.dram = extent
             entry.shard.in_dram += 1
+            entry.shard.account.dram += entry.shard.block_bytes
             entry.state |= IN_DRAM
             if entry.state & COMMITTED:
                 self._order_of(entry).insert(entry)
         else:
             entry.ssd = extent
             entry.shard.in_ssd += 1
+            entry.shard.account.ssd += entry.shard.block_bytes
             entry.state = (entry.state | IN_SSD) & ~USED
             if entry.queue & HELD:
                 self._order_of(entry).release(entry)
@@ -302,11 +330,13 @@ class Index:
         if tier == "dram":
             extent, entry.dram = entry.dram, None
             entry.shard.in_dram -= 1
+            entry.shard.account.dram -= entry.shard.block_bytes
             if entry.queue:
                 self._order_of(entry).remove(entry, evicted=evicted)
         else:
             extent, entry.ssd = entry.ssd, None
             entry.shard.in_ssd -= 1
+            entry.shard.account.ssd -= entry.shard.block_bytes
         if self.observers and entry.state & COMMITTED:
             self._tell_moved(entry)
         assert extent is not None
@@ -334,14 +364,20 @@ class Index:
     # Being used
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
-        """Note a use of `entries`, given from root to leaf; the policy sees them leaf first."""
+        """Note a use of `entries`, given from root to leaf; the policy sees them leaf first.
+
+        They are all of one tenant.
+        """
+        if not entries:
+            return
         for entry in entries:
             entry.last_use = now
             entry.state |= USED
-        if len(self.replicas):
-            self.replicas.touch([entry for entry in reversed(entries) if entry.state & REPLICA])
+        account = entries[0].shard.account
+        if len(account.replicas):
+            account.replicas.touch([entry for entry in reversed(entries) if entry.state & REPLICA])
             entries = [entry for entry in entries if not entry.state & REPLICA]
-        self.policy.touch(reversed(entries))
+        account.policy.touch(reversed(entries))
 
     def own(self, entries: Sequence[Entry]) -> None:
         """Make replicas blocks like others, where no other node has them any more.
@@ -354,10 +390,10 @@ class Index:
                 continue
             ordered = entry.queue
             if ordered:
-                self.replicas.remove(entry, evicted=False)
+                self._order_of(entry).remove(entry, evicted=False)
             entry.state &= ~REPLICA
             if ordered:
-                self.policy.insert(entry)
+                self._order_of(entry).insert(entry)
 
     def date(self, entries: Iterable[Entry], used: float) -> None:
         """Note when blocks were last used elsewhere, before they came here.
@@ -404,7 +440,10 @@ class Index:
     # Going
 
     def victims(self, tier: Literal["dram"] = "dram", *, parents: bool = False) -> Iterator[Entry]:
-        """Entries to take out of DRAM, next to go first: replicas, then others as the policy says.
+        """Entries to take out of DRAM, next to go first.
+
+        Those of tenants beyond their quota come first, as long as they are; then replicas, then
+        others as the policy says.
 
         Skips what is pinned. Skips parents whose only copy is here, unless `parents`: these can't
         go without all that follows them. What is skipped is set aside until its last pin or child
@@ -413,21 +452,33 @@ class Index:
         The caller may do anything between two steps. What it leaves as it is isn't offered again
         by this scan; a parent that it frees by dropping the last child comes next.
         """
-        for item in self._line(parents):
-            assert isinstance(item, Entry)
-            if not self._set_aside(item, parents):
-                yield item
-                if item.queue:
-                    self._set_aside(item, parents)
+        line = Line(self.accounts, held=parents)
+        return self._offer(line, line.take, parents)
 
-    def _line(self, held: bool) -> Iterator[Link]:
-        others = self.policy.victims(held=held)
-        if not len(self.replicas):
-            return others
-        return _replicas_first(self.replicas.watch(held=held), others)
+    def victims_for(self, account: Account, size: int) -> Iterator[Entry]:
+        """As `victims`, where a tenant needs room for blocks of `size` bytes.
+
+        While another block takes it beyond its quota these are its own. Else it makes no difference
+        who else is beyond a quota: what tenants leave here and there, others can't use.
+        """
+        line = Line(self.accounts, held=False)
+        return self._offer(line, lambda: line.take_for(account, size), False)
+
+    def _offer(
+        self, line: Line, take: Callable[[], Entry | None], parents: bool
+    ) -> Iterator[Entry]:
+        try:
+            while (entry := take()) is not None:
+                if not self._set_aside(entry, parents):
+                    yield entry
+                    if entry.queue:
+                        self._set_aside(entry, parents)
+        finally:
+            line.close()
 
     def _order_of(self, entry: Entry) -> Policy:
-        return self.replicas if entry.state & REPLICA else self.policy
+        account = entry.shard.account
+        return account.replicas if entry.state & REPLICA else account.policy
 
     def _set_aside(self, entry: Entry, parents: bool) -> bool:
         if entry.pins:
@@ -478,69 +529,17 @@ class Index:
                 observer.removed(entry)
         else:
             del shard.reserved[entry.hash]
-        shard.in_dram -= bool(entry.state & IN_DRAM)
-        shard.in_ssd -= bool(entry.state & IN_SSD)
+        if entry.state & IN_DRAM:
+            shard.in_dram -= 1
+            shard.account.dram -= shard.block_bytes
+        if entry.state & IN_SSD:
+            shard.in_ssd -= 1
+            shard.account.ssd -= shard.block_bytes
         entry.state = (entry.state & ~COMMITTED) | GONE
         entry.first_child = entry.next_sibling = entry.previous_sibling = None
 
 
 _BITS: Final[dict[TierName, int]] = {"dram": IN_DRAM, "ssd": IN_SSD}
-
-
-def _codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
-    entries = map(shard.committed.get, hashes, repeat(_NOTHING))
-    return bytes([entry.state for entry in entries]).translate(TIER_CODES)
-
-
-def _slowest(codes: Sequence[bytes]) -> bytes:
-    if len(codes) == 1:
-        return codes[0]
-    return bytes(map(max, *codes)) if codes else b""
-
-
-def _chain_codes(shard: ShardIndex, joined: bytes) -> bytes:
-    length = _reach(shard.committed, joined)
-    states: list[int] = []
-    hashes: list[bytes] = []
-    entry = shard.committed.get(joined[(length - 1) * HASH_BYTES : length * HASH_BYTES])
-    for _ in range(length):
-        if entry is None:
-            break
-        states.append(entry.state)
-        hashes.append(entry.hash)
-        entry = entry.parent
-    hashes.reverse()
-    if b"".join(hashes) != joined[: length * HASH_BYTES]:
-        each = range(0, len(joined), HASH_BYTES)
-        return _prefix_codes(shard, [joined[at : at + HASH_BYTES] for at in each])
-    states.reverse()
-    return _until_absent(bytes(states).translate(TIER_CODES))
-
-
-def _reach(committed: Mapping[bytes, Entry], joined: bytes) -> int:
-    """A number of hashes of which the last is committed and the next, if there is one, isn't."""
-    low, high = 0, len(joined) // HASH_BYTES
-    while low < high:
-        middle = (low + high) // 2
-        if joined[middle * HASH_BYTES : (middle + 1) * HASH_BYTES] in committed:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _prefix_codes(shard: ShardIndex, hashes: Iterable[bytes]) -> bytes:
-    return _until_absent(_codes(shard, hashes))
-
-
-def _until_absent(codes: bytes) -> bytes:
-    end = codes.find(0)
-    return codes if end < 0 else codes[:end]
-
-
-def _replicas_first(replicas: Iterator[Link | None], others: Iterator[Link]) -> Iterator[Link]:
-    while (item := next(replicas, None) or next(others, None)) is not None:
-        yield item
 
 
 def _adopt(parent: Entry, child: Entry) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Final
 
+from kvstore.accounts import Account
 from kvstore.catalog import Catalog
 from kvstore.departures import Departure, DepartureReason, Departures
 from kvstore.entry import Entry, ShardIndex
@@ -89,7 +90,9 @@ class Node:
     def shard(self, namespace: Namespace, number: int) -> ShardIndex:
         """The index of one shard of a namespace, made when first asked for; remembers both."""
         self.catalog.add(namespace)
-        return self.index.shard(namespace.fingerprint, number, namespace.block_bytes)
+        return self.index.shard(
+            namespace.fingerprint, number, namespace.block_bytes, namespace.tenant
+        )
 
     def shards(self, namespace: Namespace) -> list[ShardIndex]:
         """The index of each shard of a namespace; none where some shard has never been heard of."""
@@ -241,13 +244,17 @@ class Node:
 
     def _fit_policy(self) -> None:
         """Tell the policy how many blocks a full DRAM holds, going by the sizes of those held."""
-        policy = self.index.policy
-        held = len(policy) + len(self.index.replicas) + self.metrics.reservations
+        accounts = self.index.accounts
+        held = sum(map(len, accounts)) + self.metrics.reservations
         if not held or not self.dram.used:
             return
-        fitting = max(held * self.dram.capacity // self.dram.used, 1)
-        if abs(fitting - policy.capacity) > policy.capacity * _POLICY_SLACK:
-            policy.resize(fitting)
+        for account in accounts:
+            room = self.dram.capacity
+            if account.quota.dram is not None:
+                room = min(room, account.quota.dram)
+            fitting, policy = max(held * room // self.dram.used, 1), account.policy
+            if abs(fitting - policy.capacity) > policy.capacity * _POLICY_SLACK:
+                policy.resize(fitting)
 
     def _reserve_one(
         self,
@@ -360,21 +367,50 @@ class Node:
         if extent is not None:
             return extent
         self.on_crowding()
+        account = tag.shard.account
+        is_beyond = account.beyond("dram", size) > 0
+
+        others_are = not is_beyond and any(one.beyond("dram") for one in self.index.accounts)
+        if others_are and (extent := self._clear(owner, size, tag, _is_beyond, used)) is not None:
+            return extent
         if victims is None:
-            victims = self.index.victims()
+            victims = self.index.victims_for(account, size)
         for victim in islice(victims, _MOST_EVICTIONS_A_BLOCK):
-            self.evict(victim, self._pressure_on(victim))
+            # Where another tenant's block goes, its segment is no less that tenant's.
+            if victim.shard.tenant not in (owner, None):
+                continue
+            self.evict(victim, self._pressure_on(victim, size))
             extent = self.dram.reserve(owner, size, tag)
             if extent is not None:
                 return extent
-        for crowd in self.dram.crowding(owner, size, _is_unpinned):
-            if not isinstance(crowd, Entry) or crowd.gone or crowd.pins:
-                continue
-            if used is None or _is_worth_less(used, crowd):
+        return self._clear(owner, size, tag, lambda one: one is account or not is_beyond, used)
+
+    def _clear(
+        self,
+        owner: str,
+        size: int,
+        tag: Entry,
+        whose: Callable[[Account], bool],
+        used: float | None,
+    ) -> Extent | None:
+        """Clear a slab of the tenant's, or a segment of another's, and take room there."""
+
+        def movable(one: object) -> bool:
+            return (
+                isinstance(one, Entry)
+                and not one.pins
+                and whose(one.shard.account)
+                and (used is None or _is_worth_less(used, one))
+            )
+
+        for crowd in self.dram.crowding(owner, size, movable):
+            if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
                 self.evict(crowd, self._pressure_on(crowd))
         return self.dram.reserve(owner, size, tag)
 
-    def _pressure_on(self, entry: Entry) -> DepartureReason:
+    def _pressure_on(self, entry: Entry, size: int = 0) -> DepartureReason:
+        if entry.shard.account.beyond("dram", size):
+            return DepartureReason.QUOTA
         if self.ssd is None or entry.ssd is not None:
             return DepartureReason.CAPACITY
         return DepartureReason.SSD_BUSY
@@ -435,5 +471,5 @@ def _is_worth_less(used: float, entry: Entry) -> bool:
     return entry.replica or entry.ssd is not None or entry.last_use < used
 
 
-def _is_unpinned(tag: object) -> bool:
-    return isinstance(tag, Entry) and not tag.pins
+def _is_beyond(account: Account) -> bool:
+    return account.beyond("dram") > 0

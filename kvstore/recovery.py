@@ -48,7 +48,9 @@ def _restore(node: Node, ssd: SsdTier, children: dict[_Name, list[_Found]], root
     pending = [root]
     while pending:
         for record, extent in children.pop(pending.pop(), ()):
-            shard = node.index.shard(record.namespace, record.shard, record.size)
+            known = node.catalog.find(record.namespace)
+            tenant = None if known is None else known.tenant
+            shard = node.index.shard(record.namespace, record.shard, record.size, tenant)
             if shard.block_bytes != record.size:
                 ssd.free(extent)
                 continue

@@ -5,17 +5,17 @@ since they came are on one queue, items seen again on another. Two ghost lists r
 what each gave up; a ghost that comes back says which queue deserved more room.
 
 In the paper a miss evicts, then inserts. Here the owner does both when it likes, so the paper's
-REPLACE is the choice that `victims` makes, and the ghosts are trimmed as items leave.
+REPLACE is the choice that a scan makes, and the ghosts are trimmed as items leave.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
-from tiers.links import ASIDE, Link, Queue
-from tiers.policy import Policy
+from tiers.links import ASIDE, Link, Queue, Walk
+from tiers.policy import Policy, Scan
 
 _ONCE = 2
 _AGAIN = 3
@@ -79,15 +79,14 @@ class Arc(Policy):
             ghosts[item.key()] = None
             self._trim()
 
-    def victims(self, *, held: bool = False) -> Iterator[Link]:
+    def scan(self, *, held: bool = False) -> Scan:
         """At each step the coldest of the queue that has more than its share of the room."""
-        once, again = self._once.scan(held), self._again.scan(held)
-        while True:
-            first, second = (once, again) if len(self._once) > self.target else (again, once)
-            item = next(first, None) or next(second, None)
-            if item is None:
-                return
-            yield item
+        return _ArcScan(self, self._once.walk(held), self._again.walk(held))
+
+    @property
+    def prefers_once(self) -> bool:
+        """Whether what was seen once has more than its share of the room."""
+        return len(self._once) > self.target
 
     def queue_of(self, item: Link) -> Queue:
         """The queue that an item of this policy is in."""
@@ -98,3 +97,25 @@ class Arc(Policy):
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and len(self) + self.ghosts > 2 * self.capacity:
             self._again_ghosts.popitem(last=False)
+
+
+class _ArcScan:
+    def __init__(self, policy: Arc, once: Walk, again: Walk) -> None:
+        self._policy = policy
+        self._once = once
+        self._again = again
+
+    def _side(self) -> Walk:
+        sides = (self._once, self._again)
+        first, second = sides if self._policy.prefers_once else sides[::-1]
+        return second if first.peek() is None else first
+
+    def peek(self) -> Link | None:
+        return self._side().peek()
+
+    def take(self) -> Link | None:
+        return self._side().take()
+
+    def close(self) -> None:
+        self._once.close()
+        self._again.close()

@@ -15,7 +15,7 @@ it back at the cold end. Thus the same prefix of the line is never walked twice.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Final
 
 OUTSIDE: Final = 0
@@ -107,20 +107,20 @@ class Queue:
         self._length -= 1
 
     def hold(self, item: Link) -> None:
-        """Set a parent aside; `scan(held=True)` still finds it, before all others."""
+        """Set a parent aside; `walk(held=True)` still meets it, before all others."""
         unlink(item)
         link_after(self._held.previous, item)
         item.queue = self.code | HELD
 
     def park(self, item: Link) -> None:
-        """Set a pinned item aside; no scan finds it."""
+        """Set a pinned item aside; no walk meets it."""
         unlink(item)
         item.queue = self.code | PARKED
 
     def release(self, item: Link) -> None:
         """Put an item that was set aside back at the cold end, where it was found.
 
-        A scan that has left nothing behind itself sees it next.
+        A walk that has left nothing behind itself meets it next.
         """
         unlink(item)
         place = self.line
@@ -129,35 +129,55 @@ class Queue:
         link_after(place, item)
         item.queue = self.code
 
-    def scan(self, held: bool) -> Iterator[Link]:
-        """Items from the coldest on; with `held`, those set aside by `hold` come first.
+    def walk(self, held: bool) -> Walk:
+        """A walk along the line, from the coldest on.
 
-        Anything may happen to the queue between two steps. An item that stays where it was is not
-        seen again.
+        With `held`, along those set aside by `hold` before.
         """
-        steps = self.watch(held) if held else _walk(self.line)
-        return iter(steps.__next__, None)
-
-    def watch(self, held: bool) -> Iterator[Link | None]:
-        """A scan without end: None where nothing is left, until something is released again."""
-        if held:
-            yield from iter(_walk(self._held).__next__, None)
-        yield from _walk(self.line)
+        return Walk(self._held, self.line) if held else Walk(self.line)
 
 
-def _walk(line: Link) -> Iterator[Link | None]:
-    cursor = Link()
-    cursor.queue = _CURSOR
-    link_after(line, cursor)
-    try:
+class Walk:
+    """One look at the items of a few lines, coldest first, in no hurry.
+
+    Anything may happen to the lines between two steps: where the walk is, is an item of its own. An
+    item that stays where it was is not met again, and one released at the cold end is, if the walk
+    has left nothing behind itself there.
+    """
+
+    __slots__ = ("_cursor", "_line", "_lines")
+
+    def __init__(self, *lines: Link) -> None:
+        self._lines = list(lines)
+        self._cursor = Link()
+        self._cursor.queue = _CURSOR
+        self._enter()
+
+    def _enter(self) -> None:
+        self._line = self._lines.pop(0)
+        link_after(self._line, self._cursor)
+
+    def peek(self) -> Link | None:
+        """The item that is next, which stays next; None where there is none now."""
         while True:
-            item = cursor.next
-            if item is line:
-                yield None
-                continue
-            unlink(cursor)
-            link_after(item, cursor)
-            if item.queue != _CURSOR:
-                yield item
-    finally:
-        unlink(cursor)
+            item = self._cursor.next
+            while item.queue == _CURSOR and item is not self._line:
+                item = item.next
+            if item is not self._line:
+                return item
+            if not self._lines:
+                return None
+            unlink(self._cursor)
+            self._enter()
+
+    def take(self) -> Link | None:
+        """The item that is next, which has been met then; None where there is none now."""
+        item = self.peek()
+        if item is not None:
+            unlink(self._cursor)
+            link_after(item, self._cursor)
+        return item
+
+    def close(self) -> None:
+        """End the walk."""
+        unlink(self._cursor)

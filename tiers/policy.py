@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from tiers.links import Link, Queue
+
+
+class Scan(Protocol):
+    """A look along an order, which lasts while items come and go; `tiers.links.Walk` is one."""
+
+    def peek(self) -> Link | None:
+        """The item that is next, which stays next; None where there is none now."""
+
+    def take(self) -> Link | None:
+        """The item that is next, which is not offered again; None where there is none now."""
+
+    def close(self) -> None:
+        """End the scan."""
 
 
 class Policy(ABC):
@@ -54,13 +67,22 @@ class Policy(ABC):
         """Forget an item. `evicted`: it made room for others (as opposed to being withdrawn)."""
 
     @abstractmethod
-    def victims(self, *, held: bool = False) -> Iterator[Link]:
-        """Items in the order in which to give them up; the first is the next to go.
+    def scan(self, *, held: bool = False) -> Scan:
+        """A look at the items in the order in which to give them up; the first is the next to go.
 
         The caller may remove, hold, park or touch any item between two steps, and should hold or
         park what it may not take, so that later scans need not pass it again. With `held`, items
         set aside by `hold` are offered too, before others.
         """
+
+    def victims(self, *, held: bool = False) -> Iterator[Link]:
+        """All that a `scan` offers."""
+        scan = self.scan(held=held)
+        try:
+            while (item := scan.take()) is not None:
+                yield item
+        finally:
+            scan.close()
 
     @abstractmethod
     def queue_of(self, item: Link) -> Queue:
@@ -97,13 +119,9 @@ class SingleQueue(Policy):
         """Forget an item; there is no difference why it goes."""
         self._queue.remove(item)
 
-    def victims(self, *, held: bool = False) -> Iterator[Link]:
+    def scan(self, *, held: bool = False) -> Scan:
         """Items from the cold end on."""
-        return self._queue.scan(held)
-
-    def watch(self, *, held: bool = False) -> Iterator[Link | None]:
-        """As `victims`, without end: None where nothing is left, until something is released."""
-        return self._queue.watch(held)
+        return self._queue.walk(held)
 
     def queue_of(self, item: Link) -> Queue:
         """The one queue."""

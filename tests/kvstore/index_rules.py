@@ -22,8 +22,14 @@ def check(index: Index) -> None:
         ordered = [entry.replica for entry in entries if entry.queue != OUTSIDE]
         residents += len(ordered)
         replicas += sum(ordered)
-    assert len(index.policy) == residents - replicas
-    assert len(index.replicas) == replicas
+    assert sum(len(account.policy) for account in index.accounts) == residents - replicas
+    assert sum(len(account.replicas) for account in index.accounts) == replicas
+    for account in index.accounts:
+        shards = [shard for shard in index.shards if shard.account is account]
+        assert account.dram == sum(shard.dram_bytes for shard in shards)
+        assert account.ssd == sum(shard.ssd_bytes for shard in shards)
+        orders = [entry for shard in shards for entry in shard.committed.values() if entry.queue]
+        assert len(account) == len(orders)
 
 
 def _check_entry(shard: ShardIndex, entry: Entry) -> None:

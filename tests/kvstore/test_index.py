@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
@@ -691,15 +691,20 @@ def test_making_room_does_not_pass_what_it_cannot_take_again() -> None:
     stuck = [chain(index, shard, [number])[0] for number in range(1, 10_001)]
     index.pin(stuck)
     steps = 0
-    offered = index.policy.victims
+    policy = index.accounts.others.policy
+    scan = policy.scan
 
-    def counted(*, held: bool = False) -> Iterator[Link]:
-        nonlocal steps
-        for item in offered(held=held):
+    class Counted:
+        def __init__(self, *, held: bool = False) -> None:
+            self.scan = scan(held=held)
+            self.peek, self.close = self.scan.peek, self.scan.close
+
+        def take(self) -> Link | None:
+            nonlocal steps
             steps += 1
-            yield item
+            return self.scan.take()
 
-    index.policy.victims = counted  # type: ignore[method-assign]
+    policy.scan = Counted  # type: ignore[method-assign, assignment]
     for number in range(20_000, 20_100):
         chain(index, shard, [number])
         index.drop(next(index.victims()))

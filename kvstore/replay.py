@@ -1,11 +1,12 @@
-"""Replaying a trace against a running daemon, with bytes, through the public client.
+"""Replaying a trace against running daemons, with bytes, through the public client.
 
 Every request is one ``match``, a ``get`` of what is there and a ``put`` of the rest, root first.
 A block's bytes are made from its id, and every block that comes back is compared with them, so a
 wrong byte is seen. The comparison is outside the times that are reported.
 
-A request hits the blocks of the longest contiguous prefix that the node holds when the request
-arrives, as ``match`` tells, in the tier that ``match`` names.
+Each request goes to its home node. It hits the blocks of the longest contiguous prefix that this
+node, or the pool that it is a member of, holds when the request arrives, as ``match`` tells, in the
+tier that ``match`` names.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +34,7 @@ BATCH_BYTES = 64 << 20
 """Most bytes in one get or put."""
 
 PATIENCE = 10
-"""Requests in a row that the node may leave unanswered before the replay gives up."""
+"""Requests in a row that may be left unanswered before the replay gives up."""
 
 _MASK = (1 << 64) - 1
 
@@ -171,10 +173,11 @@ def _timing(latencies: Latencies, moved: int | None = None) -> dict[str, object]
 
 
 class Replay:
-    """Sends the requests of a trace to one node, in order, one at a time.
+    """Sends the requests of a trace to their homes, in order, one at a time.
 
     Args:
-        client: connected to the node, in a namespace whose ``block_bytes`` are the ones given.
+        clients: each connected to a node, in a namespace whose ``block_bytes`` are the ones given.
+        homes: for one request after the other, which of the clients it is for.
         block_bytes: bytes of every block.
         block_tokens: tokens of every block but the last of a request.
         batch_bytes: most bytes in one get or put; at least one block goes in any case.
@@ -183,7 +186,8 @@ class Replay:
 
     def __init__(
         self,
-        client: Client,
+        clients: Sequence[Client],
+        homes: Iterator[int] | None = None,
         *,
         block_bytes: int,
         block_tokens: int,
@@ -191,7 +195,8 @@ class Replay:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.report = ReplayReport()
-        self._client = client
+        self._clients = clients
+        self._homes = repeat(0) if homes is None else homes
         self._block_tokens = block_tokens
         self._bytes = BlockBytes(block_bytes)
         self._rows = np.empty((max(batch_bytes // block_bytes, 1), block_bytes), np.uint8)
@@ -213,8 +218,9 @@ class Replay:
         """Match, get what is there, put the rest.
 
         Raises:
-            Unavailable: the node has not answered for `PATIENCE` requests.
+            Unavailable: nodes have not answered for `PATIENCE` requests.
         """
+        client = self._clients[next(self._homes)]
         before = len(self._names)
         hashes = self._names.chain(request.hash_ids)
         known = len(hashes) - (len(self._names) - before)
@@ -225,7 +231,7 @@ class Replay:
         if not hashes:
             return
         start = self._clock()
-        match = self._client.match(hashes)
+        match = client.match(hashes)
         report.match.add(self._clock() - start)
         if match.failure is not None:
             self._unanswered_request(request, match.failure)
@@ -233,15 +239,15 @@ class Replay:
         self._unanswered = 0
         report.warm += max(match.blocks - known, 0)
         self._count_hits(request, match.tiers)
-        self._get(request.hash_ids[: match.blocks], hashes[: match.blocks])
-        self._put(request.hash_ids, hashes, match.blocks)
+        self._get(client, request.hash_ids[: match.blocks], hashes[: match.blocks])
+        self._put(client, request.hash_ids, hashes, match.blocks)
 
     def _unanswered_request(self, request: Request, failure: str) -> None:
         self._fail(failure)
         self._unanswered += 1
         if self._unanswered == PATIENCE:
             raise Unavailable(
-                f"the node has not answered {PATIENCE} requests in a row (the last is on line "
+                f"{PATIENCE} requests in a row have not been answered (the last is on line "
                 f"{request.line} of the trace): {failure}"
             )
 
@@ -257,14 +263,14 @@ class Replay:
         if len(tiers) == len(request.hash_ids):
             tokens[tiers[-1]] -= len(tiers) * self._block_tokens - request.input_length
 
-    def _get(self, ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def _get(self, client: Client, ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Fetch and compare, leaf first, so that a parent is never touched before its child."""
         step = len(self._rows)
         for first in reversed(range(0, len(ids), step)):
             wanted = hashes[first : first + step]
             rows = list(self._rows[: len(wanted)])
             start = self._clock()
-            found = self._client.get(wanted, rows)
+            found = client.get(wanted, rows)
             self.report.get.add(self._clock() - start)
             self._fail(found.failure)
             for block, row, hit in zip(ids[first:], rows, found.hits, strict=False):
@@ -272,17 +278,19 @@ class Replay:
                 self.report.got_bytes += hit * row.nbytes
                 self.report.wrong += hit and not self._bytes.matches(block, row)
 
-    def _put(self, ids: Sequence[int], hashes: Sequence[bytes], held: int) -> None:
+    def _put(self, client: Client, ids: Sequence[int], hashes: Sequence[bytes], held: int) -> None:
         """Store the blocks after the first ``held``; stop where the node takes no more."""
         step = len(self._rows)
         for first in range(held, len(ids), step):
             batch = ids[first : first + step]
             parent = hashes[first - 1] if first else ROOT_PARENT
-            if not self._put_batch(batch, hashes[first : first + step], parent):
+            if not self._put_batch(client, batch, hashes[first : first + step], parent):
                 self.report.refused += len(ids) - first - len(batch)
                 return
 
-    def _put_batch(self, ids: Sequence[int], hashes: Sequence[bytes], parent: bytes) -> bool:
+    def _put_batch(
+        self, client: Client, ids: Sequence[int], hashes: Sequence[bytes], parent: bytes
+    ) -> bool:
         """Store one chain; whether the node then holds all of it."""
         report = self.report
         rows = list(self._rows[: len(ids)])
@@ -290,7 +298,7 @@ class Replay:
             self._bytes.write(block, row)
         start = self._clock()
         try:
-            done = self._client.put(hashes, rows, parent=parent)
+            done = client.put(hashes, rows, parent=parent)
         except ParentAbsent:
             report.refused += len(ids)
             return False

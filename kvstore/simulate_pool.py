@@ -11,17 +11,19 @@ the directory is never late here: a location is withdrawn at the moment in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from kvstore.errors import ConfigError
+from kvstore.homes import ROUTINGS as BLIND_ROUTINGS
+from kvstore.homes import homes
 from kvstore.identity import ROOT_PARENT
 from kvstore.simulate import Configuration, Simulation, Workload
 from kvstore.simulated_directory import Locations, Publication, bits
 
-ROUTINGS: Final = ("random", "round-robin", "prefix")
+ROUTINGS: Final = (*BLIND_ROUTINGS, "prefix")
 """How a request gets its home: any node; each in turn; the one that has most of its prefix."""
 
 MOST_NODES: Final = 4096
@@ -239,20 +241,15 @@ class Router:
 
     def __init__(self, configuration: PoolConfiguration, locations: Locations) -> None:
         self.requests = [0] * configuration.nodes
-        self._routing = configuration.routing
         self._locations = locations
-        self._random = Random(configuration.seed)
+        self._homes: Iterator[int] | None = None
+        if configuration.routing in BLIND_ROUTINGS:
+            self._homes = homes(configuration.routing, configuration.nodes, configuration.seed)
         self._blocks = [0] * configuration.nodes
 
     def home(self, chain: Sequence[bytes]) -> int:
         """The node that the next request goes to."""
-        nodes = len(self.requests)
-        if self._routing == "random":
-            home = self._random.randrange(nodes)
-        elif self._routing == "round-robin":
-            home = sum(self.requests) % nodes
-        else:
-            home = self._with_most_of(chain)
+        home = self._with_most_of(chain) if self._homes is None else next(self._homes)
         self.requests[home] += 1
         self._blocks[home] += len(chain)
         return home

@@ -1,12 +1,14 @@
-"""``replay``: the requests of a trace, with bytes, against a running daemon."""
+"""``replay``: the requests of a trace, with bytes, against running daemons."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile
+from kvstore.cli.options import AsJson, ConfigFile, offered
 from kvstore.cli.output import console, print_json, share, table
 from kvstore.cli.traces import (
     BlockSize,
@@ -23,14 +25,25 @@ if TYPE_CHECKING:
     from kvstore.replay import Replay
     from kvstore.trace import Request, Trace
 
-Url = Annotated[
-    str | None,
+Urls = Annotated[
+    list[str] | None,
     typer.Option(
         "--url",
         envvar="KVSTORE_URL",
-        help="The node, as unix:///path or tcp://host:port.",
+        help="A node, as unix:///path or tcp://host:port; may be repeated, each node once.",
         show_default="the Unix socket of the configuration",
     ),
+]
+Routing = Annotated[
+    str,
+    typer.Option(
+        "--routing",
+        help="How a request gets its node where there are several: random or round-robin.",
+        autocompletion=offered("random", "round-robin"),
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Of random nodes: the same as of `simulate --nodes`.")
 ]
 Transport = Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")]
 Deadline = Annotated[float, typer.Option("--deadline", min=0.001, help="Seconds a call may take.")]
@@ -49,7 +62,9 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     trace: TraceFile,
-    url: Url = None,
+    url: Urls = None,
+    routing: Routing = "random",
+    seed: Seed = 0,
     block_size: BlockSize = "1MiB",
     block_tokens: BlockTokens = 512,
     requests: FirstRequests = None,
@@ -61,12 +76,13 @@ def replay(
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drive a running node with a trace: match, get what is there, put the rest.
+    """Drive running nodes with a trace: match, get what is there, put the rest.
 
-    Requests go one after another, as fast as the node answers. Every block's bytes are made from
-    its id and compared when it comes back. Exit status 1 if one was wrong.
+    Requests go one after another, as fast as nodes answer, each to one of them. Every block's bytes
+    are made from its id and compared when it comes back. Exit status 1 if one was wrong.
     """
     import kvstore
+    from kvstore.homes import homes
     from kvstore.identity import Namespace
     from kvstore.replay import Replay
     from kvstore.trace import Trace
@@ -76,16 +92,21 @@ def replay(
     namespace = Namespace(
         "replay", "uint8", "replay", block_tokens, block_bytes, tenant=tenant, salt=salt
     )
-    url, token = _destination(url, config)
-    with kvstore.connect(
-        url, namespace, transport=transport, deadline=deadline, token=token
-    ) as client:
+    urls, token = _destinations(url, config)
+    order = homes(routing, len(urls), seed)
+    options: dict[str, Any] = {"transport": transport, "deadline": deadline, "token": token}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(kvstore.connect(one, namespace, **options)) for one in urls]
         run = Replay(
-            client, block_bytes=block_bytes, block_tokens=block_tokens, batch_bytes=batch_bytes
+            clients,
+            order,
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+            batch_bytes=batch_bytes,
         )
         _run(run, source, requests)
-        used = client.stats().transport
-    where = {"trace": str(trace), "url": url, "transport": used, "block_bytes": block_bytes}
+        used = ", ".join(sorted({str(client.stats().transport) for client in clients}))
+    where = {"trace": str(trace), "urls": urls, "transport": used, "block_bytes": block_bytes}
     if as_json:
         print_json(where | run.report.summary())
     else:
@@ -94,17 +115,17 @@ def replay(
         raise typer.Exit(1)
 
 
-def _destination(url: str | None, config: Path | None) -> tuple[str, str | None]:
-    """Where the node is, and the token that its sessions present."""
+def _destinations(urls: Sequence[str] | None, config: Path | None) -> tuple[list[str], str | None]:
+    """Where the nodes are, and the token that their sessions present."""
     from kvstore.errors import ConfigError
     from kvstore.sources import load
 
     effective = load(config).config
-    if url is None and effective.listen.unix is not None:
-        url = f"unix://{effective.listen.unix}"
-    if url is None:
+    if urls:
+        return list(urls), effective.session_token
+    if effective.listen.unix is None:
         raise ConfigError("listen.unix: the node has no Unix socket; name its TCP URL with --url")
-    return url, effective.session_token
+    return [f"unix://{effective.listen.unix}"], effective.session_token
 
 
 def _run(run: "Replay", source: "Trace", first: int | None) -> None:
@@ -126,7 +147,7 @@ def _print(where: dict[str, Any], summary: dict[str, Any]) -> None:
 
     screen = console()
     screen.print(
-        f"{where['trace']}: {summary['requests']:,} requests to {where['url']} over "
+        f"{where['trace']}: {summary['requests']:,} requests to {', '.join(where['urls'])} over "
         f"{where['transport']}, blocks of {format_size(where['block_bytes'])}"
     )
     screen.print(_hit_table(summary))

@@ -22,9 +22,13 @@ from client.results import (
     Match,
     PutResult,
 )
-from kvstore.errors import ParentAbsent, Unavailable
+from kvstore.errors import ConfigError, ParentAbsent, Unavailable
+from kvstore.homes import ROUTINGS, homes
 from kvstore.identity import ROOT_PARENT
 from kvstore.replay import PATIENCE, BlockBytes, Latencies, Replay
+from kvstore.simulate import Configuration
+from kvstore.simulate_pool import PoolConfiguration, Router
+from kvstore.simulated_directory import Locations
 from kvstore.trace import BlockNames, Request, Trace
 from tests.kvstore.trace_files import EXCERPT
 
@@ -80,7 +84,7 @@ class Double:
 
 def make(double: Double, batch: int = 3) -> Replay:
     return Replay(
-        cast(Any, double), block_bytes=BLOCK, block_tokens=TOKENS, batch_bytes=batch * BLOCK
+        [cast(Any, double)], block_bytes=BLOCK, block_tokens=TOKENS, batch_bytes=batch * BLOCK
     )
 
 
@@ -175,7 +179,7 @@ def test_a_node_that_stays_away_ends_the_replay_and_one_that_returns_does_not() 
         double.failure = failure
         for _ in range(count):
             replay.send(request(1))
-    with pytest.raises(Unavailable, match="not answered 10 requests"):
+    with pytest.raises(Unavailable, match="10 requests in a row have not been answered"):
         replay.send(request(1))
     assert replay.report.failures == {"unavailable": 2 * PATIENCE - 1}
 
@@ -189,11 +193,9 @@ def test_a_request_without_blocks_asks_nothing() -> None:
 def test_an_unbounded_node_gives_the_hit_rate_that_the_trace_allows() -> None:
     requests = list(Trace(EXCERPT))
     seen: list[Request] = []
-    replay = make(Double(), batch=64)
-    replay._client.in_dram = 0  # type: ignore[attr-defined]
-    replay._client._code = (  # type: ignore[attr-defined]
-        lambda name: SSD if name in replay._client.blocks else ABSENT  # type: ignore[attr-defined]
-    )
+    double = Double()
+    double._code = lambda name: SSD if name in double.blocks else ABSENT  # type: ignore[method-assign]
+    replay = make(double, batch=64)
     replay.run(requests, seen.append)
     report = replay.report
     assert seen == requests
@@ -212,6 +214,36 @@ def test_the_bytes_of_a_block_are_its_own(size: int, first: int, second: int) ->
     assert again.matches(first, row)
     if size >= 8 and first != second:
         assert not again.matches(second, row)
+
+
+def test_requests_go_to_their_homes() -> None:
+    doubles = [Double(), Double()]
+    replay = Replay(
+        [cast(Any, double) for double in doubles],
+        homes("round-robin", 2),
+        block_bytes=BLOCK,
+        block_tokens=TOKENS,
+    )
+    for ids in ((1,), (2, 3), (), (4,), (2, 3)):
+        replay.send(request(*ids) if ids else Request(0, 0, 5, (), 1, 1))
+    names = BlockNames()
+    assert list(doubles[0].blocks) == [*names.chain([1]), *names.chain([2, 3])]
+    assert list(doubles[1].blocks) == [*names.chain([2, 3]), *names.chain([4])]
+    assert replay.report.hits == 0
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_homes_are_the_same_in_a_replay_and_in_a_simulation(routing: str) -> None:
+    configuration = PoolConfiguration(5, Configuration("lru", 5), routing, seed=3)
+    router = Router(configuration, Locations())
+    expected = homes(routing, 5, 3)
+    assert [router.home([]) for _ in range(200)] == [next(expected) for _ in range(200)]
+    assert len({next(expected) for _ in range(200)}) == 5
+
+
+def test_a_home_needs_a_routing_that_there_is() -> None:
+    with pytest.raises(ConfigError, match="'prefix'; there are random, round-robin"):
+        homes("prefix", 2)
 
 
 def test_percentiles_are_durations_that_occurred() -> None:

@@ -21,7 +21,7 @@ NAMESPACE = Namespace("replay", "uint8", "replay", TOKENS, BLOCK)
 
 def replay(url: str, batch: int) -> ReplayReport:
     with kvstore.connect(url, NAMESPACE, deadline=20.0) as client:
-        run = Replay(client, block_bytes=BLOCK, block_tokens=TOKENS, batch_bytes=batch * BLOCK)
+        run = Replay([client], block_bytes=BLOCK, block_tokens=TOKENS, batch_bytes=batch * BLOCK)
         run.run(Trace(EXCERPT), lambda request: None)
     return run.report
 

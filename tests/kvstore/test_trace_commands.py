@@ -162,6 +162,24 @@ def test_replay_reports_hits_by_tier_and_speed(
     assert document["transport"] == "shm"
 
 
+def test_replay_sends_requests_to_several_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], daemon: DaemonProcess
+) -> None:
+    arguments = ["replay", TRACE, "--block-size", "4KiB", "--requests", "60", "--json"]
+    with daemon_process(make_config(tmp_path)) as other:
+        urls = ["--url", daemon.url, "--url", other.url, "--salt", "several"]
+        assert main([*arguments, *urls, "--routing", "round-robin"]) == 0
+        document = as_json(capsys)
+        assert document["urls"] == [daemon.url, other.url]
+        # Half of what was stored is at the other node, and is no hit at this one.
+        assert main([*arguments, "--url", other.url, "--salt", "several"]) == 0
+        again = as_json(capsys)
+    assert document["wrong"] == again["wrong"] == document["warm"] == 0
+    assert 0 < again["warm"] < document["stored"]
+    assert main([*arguments, "--url", daemon.url, "--routing", "prefix"]) == 2
+    assert "'prefix'; there are random, round-robin" in capsys.readouterr().err
+
+
 def test_replay_fails_where_a_byte_is_wrong(
     capsys: pytest.CaptureFixture[str], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,23 @@ class DaemonThread:
 
 
 class DaemonProcess:
-    """A real ``kvstore serve``, to be stopped, killed and started again."""
+    """A real ``kvstore serve``, to be stopped, killed and started again.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: of the daemon.
+        prefix: words before the command, as of another command that runs it.
+        environment: variables over those of this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.config = config
+        self._prefix = prefix
+        self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -140,8 +153,9 @@ class DaemonProcess:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tree))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.running", str(path)],
+            [*self._prefix, sys.executable, "-m", "tests.running", str(path)],
             cwd=Path(__file__).parent.parent,
+            env=os.environ | self._environment,
             stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,19 @@ class RedisServer:
         directory: its own.
         options: of its command line, without dashes, over the defaults.
         tcp: listen on a TCP port of 127.0.0.1 as well.
+        prefix: words before the command, as of another command that runs it.
+        environment: variables over those of this process.
     """
 
-    def __init__(self, directory: Path, *, tcp: bool = False, **options: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        tcp: bool = False,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **options: object,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.path = directory / "redis.sock"
@@ -60,6 +71,8 @@ class RedisServer:
             "enable-debug-command": "yes",
         } | {name.replace("_", "-"): value for name, value in options.items()}
         self.password: str | None = None
+        self._prefix = prefix
+        self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,13 +82,14 @@ class RedisServer:
 
     def start(self) -> None:
         """Start, and wait until it answers."""
-        command = ["redis-server"]
+        command = [*self._prefix, "redis-server"]
         for name, value in self.options.items():
             command += [
                 f"--{name}",
                 *(map(str, value) if isinstance(value, list) else [str(value)]),
             ]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        environment = os.environ | self._environment
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         _wait(self.answers, self.log)
 
     def answers(self) -> bool:

@@ -1,7 +1,9 @@
 """Whether lookups are tried: one that misses its deadline closes the way for those after it. Pure.
 
 Nobody who asks pays for finding out whether the directory is back: that is done in the background,
-by probes that must answer as fast as the lookup should have that failed.
+by probes that must answer as fast as the lookup should have that failed. The first is due at once,
+so that a single late answer closes the way for hardly longer than it takes to ask again; only
+probes that fail make pauses.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class Probe(NamedTuple):
 
 @dataclass(slots=True)
 class _Way:
+    tag: bytes
+    seconds: float
     breaker: Breaker = field(default_factory=Breaker)
-    tag: bytes = b""
-    seconds: float = 0.0
 
 
 class Gate:
@@ -54,18 +56,22 @@ class Gate:
         """Whether a lookup shall be tried."""
         return route not in self._closed
 
-    def failed(self, route: str, tag: bytes, seconds: float, now: float) -> None:
-        """Take note that a lookup or a probe had no answer within its seconds."""
-        if seconds < FAIR_SECONDS:
+    def failed(self, route: str, tag: bytes, seconds: float) -> None:
+        """Take note that a lookup had no answer within its seconds."""
+        if seconds < FAIR_SECONDS or route in self._closed:
             return
         if len(self._closed) >= _MOST_ROUTES:
             self._closed.clear()
-        way = self._closed.setdefault(route, _Way())
-        way.tag, way.seconds = tag, seconds
-        way.breaker.connect_failed(now)
+        self._closed[route] = _Way(tag, seconds)
+
+    def probe_failed(self, route: str, now: float) -> None:
+        """Take note that a probe had no answer within its seconds."""
+        way = self._closed.get(route)
+        if way is not None:
+            way.breaker.connect_failed(now)
 
     def answered(self, route: str) -> None:
-        """Take note that a lookup or a probe had an answer in time."""
+        """Take note that a probe had an answer in time."""
         self._closed.pop(route, None)
 
     def probes(self, now: float) -> Iterator[Probe]:

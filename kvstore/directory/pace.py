@@ -31,7 +31,7 @@ class Pace:
     patience: float = 2.0
     flush: float = 0.005
     refresh: float = 600.0
-    full: float = 30.0
+    full: float = 5.0
     sweep: float = 60.0
     grace: float = 30.0
 

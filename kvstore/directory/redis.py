@@ -229,7 +229,7 @@ class RedisDirectory(Directory):
         except (KVStoreError, TimeoutError) as error:
             code = error.code if isinstance(error, KVStoreError) else DeadlineExceeded.code
             self.statistics.failures["reach", code] += 1
-            self._gate.failed(route, key, deadline - began, clock())
+            self._gate.failed(route, key, deadline - began)
             if self._gate.closed:
                 self._shut.set()
             if isinstance(error, KVStoreError):
@@ -313,8 +313,7 @@ class RedisDirectory(Directory):
             await self._link.run(REACH, key, b"", 1, b"", seconds=seconds)
         except KVStoreError as error:
             self.statistics.failures["probe", error.code] += 1
-            now = asyncio.get_running_loop().time()
-            self._gate.failed(route, key, seconds, now)
+            self._gate.probe_failed(route, asyncio.get_running_loop().time())
             return
         self.statistics.operations["probe"] += 1
         self._gate.answered(route)

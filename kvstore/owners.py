@@ -72,11 +72,18 @@ class Owners:
         return f"<Owners ways={len(self._ways)}>"
 
     def usable(self, number: int, namespace: Namespace, shard: int) -> bool:
-        """Whether a member is there, and has not failed just now."""
+        """Whether a member is there, and has not failed since it answered last.
+
+        Where it has, this sees to it that it is found out whether it answers again.
+        """
         if number not in self._members():
             return False
         way = self._ways.get((number, namespace.fingerprint, shard))
-        return way is None or not way.puller.peer.doubtful
+        if way is None or not way.puller.peer.doubtful:
+            return True
+        way.used = self._node.clock()
+        way.puller.peer.probe()
+        return False
 
     def puller(self, number: int, namespace: Namespace, shard: int) -> Puller | None:
         """The way to a member; None where there is no such member."""

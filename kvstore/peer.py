@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import structlog
 
@@ -14,6 +15,11 @@ from rdma.transport import ClientTransport
 
 _log = structlog.get_logger(__name__)
 
+_OPEN_SECONDS: Final = 2.0
+"""How long the opening of a session may take at most; whoever waits for it may give up before."""
+_PROBE_SECONDS: Final = 1.0
+_NO_BLOCK: Final = bytes(32)
+
 MakeHalves = Callable[[], Mapping[str, ClientTransport]]
 """Makes this node's halves of the transports to offer, by name, the best first."""
 
@@ -22,7 +28,8 @@ class Peer:
     """Another node, asked about the blocks of one shard.
 
     The session is opened when it is first needed, and again after it has ended. A peer that does
-    not answer is left alone for a while: what would be asked of it meanwhile fails at once.
+    not answer is left alone for a while: what would be asked of it meanwhile fails at once. From
+    then on it is doubtful until it has answered something, be it a probe that nobody waits for.
 
     Args:
         greeting: where the node is, and what the session is for.
@@ -34,7 +41,9 @@ class Peer:
         self._transports = transports
         self._session: PeerSession | None = None
         self._opening: asyncio.Task[PeerSession] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._breaker = Breaker()
+        self._failed = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -47,8 +56,8 @@ class Peer:
 
     @property
     def doubtful(self) -> bool:
-        """Whether it has failed just now, so that it would not be asked at present."""
-        return self._breaker.refuses(_now())
+        """Whether it has failed since it answered last."""
+        return self._failed
 
     async def ready(self, deadline: float) -> PeerSession:
         """The session to use now; where there is none, one is opened, and all wait for it.
@@ -76,8 +85,15 @@ class Peer:
                 raise Unavailable("this node asks its peers nothing any more") from None
             raise
 
+    def probe(self) -> None:
+        """Begin to find out whether a doubtful peer answers again, save where it just failed."""
+        if self._probing is None and not self._closed and not self._breaker.refuses(_now()):
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+            self._probing.add_done_callback(self._probed)
+
     def answered(self) -> None:
         """Take note that the peer has answered."""
+        self._failed = False
         self._breaker.answered()
 
     def judge(self, session: PeerSession, heard: int, error: KVStoreError) -> None:
@@ -91,8 +107,9 @@ class Peer:
         if session is not self._session:
             return
         if session.heard != heard:
-            self._breaker.answered()
+            self.answered()
         elif isinstance(error, DeadlineExceeded):
+            self._failed = True
             self._breaker.timed_out(_now())
         if session.closed:
             self._lose()
@@ -100,8 +117,9 @@ class Peer:
     def close(self) -> None:
         """End the session; calls under way fail, and no other is opened."""
         self._closed = True
-        if self._opening is not None:
-            self._opening.cancel()
+        for task in (self._opening, self._probing):
+            if task is not None:
+                task.cancel()
         if self._session is not None:
             self._session.close()
 
@@ -124,7 +142,8 @@ class Peer:
         if decision is Decision.TRY and self._session is not None:
             return self._session
         self._lose()
-        self._opening = asyncio.get_running_loop().create_task(self._open(deadline))
+        bounded = min(deadline, _now() + _OPEN_SECONDS)
+        self._opening = asyncio.get_running_loop().create_task(self._open(bounded))
         self._opening.add_done_callback(self._opened)
         return None
 
@@ -138,12 +157,32 @@ class Peer:
         if opening.cancelled():
             return
         if opening.exception() is not None:
+            self._failed = True
             self._breaker.connect_failed(_now())
         elif self._closed:
             opening.result().close()
         else:
             self._session = opening.result()
+            self._failed = False
             self._breaker.connection_made()
+
+    async def _probe(self) -> None:
+        deadline = _now() + _PROBE_SECONDS
+        try:
+            session = await self.ready(deadline)
+        except KVStoreError:
+            return
+        heard = session.heard
+        try:
+            await session.exists([_NO_BLOCK], deadline)
+            self.answered()
+        except KVStoreError as error:
+            self.judge(session, heard, error)
+
+    def _probed(self, probing: asyncio.Task[None]) -> None:
+        self._probing = None
+        if not probing.cancelled() and probing.exception() is not None:
+            _log.error("probe of a peer failed", exc_info=probing.exception())
 
     def _lose(self) -> None:
         """Let go of the session there is."""

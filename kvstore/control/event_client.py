@@ -37,33 +37,41 @@ class EventClient(ControlChannel):
     The node sends something every few seconds, so a ``timeout`` of 10 s tells one that is dead.
     """
 
-    async def follow(
-        self,
-        after: Position | None = None,
-        namespaces: Sequence[bytes] = (),
-        *,
-        from_now: bool = False,
+    def follow(
+        self, after: Position | None = None, namespaces: Sequence[bytes] = ()
     ) -> AsyncGenerator[EventBatch, None]:
-        """What the node tells, until the connection is lost.
+        """See ``follow``."""
+        return follow(self, after, namespaces)
 
-        Args:
-            after: from where to resume.
-            namespaces: fingerprints of those to be told of; of all, where there are none.
-            from_now: leave out what the node holds already.
 
-        Raises:
-            Unavailable: nothing answers, or the node has stopped.
-            DeadlineExceeded: nothing was heard for ``timeout`` seconds.
-            OutOfSpace: too many follow the node.
-            AccessDenied: the token is wrong.
-        """
-        request = pb.FollowRequest(namespaces=namespaces, from_now=from_now)
-        if after is not None:
-            request.after.incarnation, request.after.sequence = after
-        stub = EventsStub(self.channel)
-        async with aclosing(self.stream(stub.Follow, request)) as batches:
-            async for batch in batches:
-                yield decode_batch(batch)
+async def follow(
+    channel: ControlChannel,
+    after: Position | None = None,
+    namespaces: Sequence[bytes] = (),
+    *,
+    from_now: bool = False,
+) -> AsyncGenerator[EventBatch, None]:
+    """What a node tells, until the connection is lost.
+
+    Args:
+        channel: the connection.
+        after: from where to resume.
+        namespaces: fingerprints of those to be told of; of all, where there are none.
+        from_now: leave out what the node holds already.
+
+    Raises:
+        Unavailable: nothing answers, or the node has stopped.
+        DeadlineExceeded: nothing was heard for as long as the channel waits.
+        OutOfSpace: too many follow the node.
+        AccessDenied: the token is wrong.
+    """
+    request = pb.FollowRequest(namespaces=namespaces, from_now=from_now)
+    if after is not None:
+        request.after.incarnation, request.after.sequence = after
+    stub = EventsStub(channel.channel)
+    async with aclosing(channel.stream(stub.Follow, request)) as batches:
+        async for batch in batches:
+            yield decode_batch(batch)
 
 
 class Following:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
+from typing import TypeAlias
 
 from client.aio import AsyncClient
 from client.blocking import Client
 from client.endpoint import Endpoint, Settings
+from client.tls import certificates_of
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.identity import Namespace
+from rdma.certificates import CertificateFiles
 
 logger = logging.getLogger("kvstore.client")
+
+File: TypeAlias = str | os.PathLike[str]
 
 
 def connect(
@@ -22,12 +28,16 @@ def connect(
     transport: str = "auto",
     deadline: float = 1.0,
     token: str | None = None,
+    ca: File | None = None,
+    certificate: File | None = None,
+    key: File | None = None,
     required: bool = True,
 ) -> Client:
     """Make a blocking client.
 
     Args:
-        url: ``unix:///path`` or ``tcp://host:port``.
+        url: ``unix:///path``, ``tcp://host:port``, or ``tls://host:port`` for a node that speaks
+            TLS there.
         namespace: of the blocks.
         shard: this rank's shard of each block.
         transport: ``shm``, ``rdma``, ``tcp``, or ``auto``: ``shm`` over a Unix socket, else
@@ -35,16 +45,29 @@ def connect(
             logged and stands in ``stats()``.
         deadline: seconds that a call may take where it doesn't say.
         token: credential of the tenant, if the node wants one.
+        ca: for ``tls``, file of the authorities that the node's certificate must be signed by, in
+            PEM. It must also name the host of the URL. Without it the system's count.
+        certificate: for ``tls``, file of the client's own certificate, if the node wants one.
+        key: file of its key, if that is another. All three are read anew when they have changed.
         required: whether a node that can't be reached now is an error; otherwise calls give misses
             until it can be.
 
     Raises:
-        ConfigError: the URL makes no sense, or the transport can't be had there.
+        ConfigError: the URL makes no sense, the transport can't be had there, or the files of
+            certificates can't be used.
         InvalidRequest: the namespace has no such shard, or the deadline is not positive.
         KVStoreError: the node can't be reached or refuses the session.
     """
     client = prepare(
-        url, namespace, shard=shard, transport=transport, deadline=deadline, token=token
+        url,
+        namespace,
+        shard=shard,
+        transport=transport,
+        deadline=deadline,
+        token=token,
+        ca=ca,
+        certificate=certificate,
+        key=key,
     )
     try:
         client.open()
@@ -64,12 +87,16 @@ def prepare(
     transport: str = "auto",
     deadline: float = 1.0,
     token: str | None = None,
+    ca: File | None = None,
+    certificate: File | None = None,
+    key: File | None = None,
 ) -> Client:
     """Make a blocking client that opens its session later: when ``open`` or another call asks.
 
     Args and errors are those of ``connect``, less what comes of reaching the node.
     """
-    return Client(_settings(url, namespace, shard, transport, token, deadline), deadline)
+    files = _files(ca, certificate, key)
+    return Client(_settings(url, namespace, shard, transport, token, deadline, files), deadline)
 
 
 async def aconnect(
@@ -80,13 +107,18 @@ async def aconnect(
     transport: str = "auto",
     deadline: float = 1.0,
     token: str | None = None,
+    ca: File | None = None,
+    certificate: File | None = None,
+    key: File | None = None,
     required: bool = True,
 ) -> AsyncClient:
     """Make an asyncio client; otherwise as ``connect``.
 
     It is a coroutine, so that a ``with`` block begins ``async with await kvstore.aconnect(...)``.
     """
-    client = AsyncClient(_settings(url, namespace, shard, transport, token, deadline), deadline)
+    files = _files(ca, certificate, key)
+    settings = _settings(url, namespace, shard, transport, token, deadline, files)
+    client = AsyncClient(settings, deadline)
     try:
         await client.open()
     except KVStoreError as error:
@@ -104,6 +136,7 @@ def _settings(
     transport: str,
     token: str | None,
     deadline: float,
+    files: CertificateFiles,
 ) -> Settings:
     endpoint = Endpoint.parse(url)
     if not 0 <= shard < namespace.shards:
@@ -111,4 +144,13 @@ def _settings(
     if not deadline > 0:
         raise ConfigError(f"a deadline must be positive, not {deadline}")
     offers = endpoint.offers(transport)
-    return Settings(endpoint, namespace, shard, offers, token, f"pid {os.getpid()}")
+    certificates = None
+    if endpoint.scheme == "tls":
+        certificates = certificates_of(files)
+    elif files != CertificateFiles():
+        raise ConfigError(f"certificates are for tls://, and {url} is not encrypted")
+    return Settings(endpoint, namespace, shard, offers, token, f"pid {os.getpid()}", certificates)
+
+
+def _files(ca: File | None, certificate: File | None, key: File | None) -> CertificateFiles:
+    return CertificateFiles(*(None if not file else Path(file) for file in (ca, certificate, key)))

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from kvstore.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.identity import Namespace
 from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from rdma.certificates import Certificates
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport
 from rdma.tcp import TcpClientTransport
@@ -25,10 +26,17 @@ TRANSPORTS: Final[dict[str, type[ClientTransport]]] = {
 }
 """The transports of this version by name."""
 
-_AUTO: Final = {"unix": ("shm", "tcp"), "tcp": ("rdma", "tcp")}
+_AUTO: Final = {"unix": ("shm", "tcp"), "tcp": ("rdma", "tcp"), "tls": ("rdma", "tcp")}
 """What ``auto`` offers over each kind of socket, the best first."""
-_NAMED: Final = {"unix": ("shm", "rdma", "tcp"), "tcp": ("rdma", "tcp")}
+_NAMED: Final = {
+    "unix": ("shm", "rdma", "tcp"),
+    "tcp": ("rdma", "tcp"),
+    "tls": ("rdma", "tcp"),
+}
 """What can be had over each kind of socket."""
+
+FORMS: Final = "unix:///path, tcp://host:port or tls://host:port"
+"""What the address of a node looks like, for messages."""
 
 _OPERATORS: Final = {9400: "control", 9401: "metrics"}
 """Ports of a daemon that take no sessions, unless it was told otherwise."""
@@ -41,10 +49,10 @@ class Endpoint:
 
     Attributes:
         url: as given.
-        scheme: ``unix`` or ``tcp``.
+        scheme: ``unix``, ``tcp``, or ``tls`` for TCP with TLS.
         path: of the Unix socket.
-        host: name or address, for TCP.
-        port: for TCP.
+        host: name or address, but for a Unix socket.
+        port: likewise.
     """
 
     url: str
@@ -55,10 +63,10 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Read ``unix:///path`` or ``tcp://host:port``.
+        """Read ``unix:///path``, ``tcp://host:port`` or ``tls://host:port``.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: it is none of these.
         """
         try:
             parts = urlsplit(url)
@@ -67,11 +75,10 @@ class Endpoint:
             raise ConfigError(f"{url!r} is no address of a node: {error}") from error
         if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
             return cls(url, "unix", path=parts.path)
-        if parts.scheme == "tcp" and parts.hostname and port and parts.path in ("", "/"):
-            return cls(url, "tcp", host=parts.hostname, port=port)
-        raise ConfigError(
-            f"{url!r} is no address of a node: unix:///path or tcp://host:port{hint(url)}"
-        )
+        network = parts.scheme in ("tcp", "tls")
+        if network and parts.hostname and port and parts.path in ("", "/"):
+            return cls(url, parts.scheme, host=parts.hostname, port=port)
+        raise ConfigError(f"{url!r} is no address of a node: {FORMS}{hint(url)}")
 
     @property
     def advice(self) -> str:
@@ -159,6 +166,7 @@ class Settings:
         offers: names of the transports to offer, the best first.
         token: credential of the tenant, if the node wants one.
         name: what the node's logs call the client.
+        certificates: for ``tls``; None otherwise.
     """
 
     endpoint: Endpoint
@@ -167,6 +175,7 @@ class Settings:
     offers: list[str]
     token: str | None = field(repr=False, default=None)
     name: str = ""
+    certificates: Certificates | None = field(repr=False, default=None)
 
     def hello(self, transports: Mapping[str, ClientTransport]) -> Hello:
         """The greeting that opens a session and offers these transports."""

@@ -26,6 +26,7 @@ from client.operations import (
     names_memory,
 )
 from client.tally import SessionFacts
+from client.tls import lost, secure_soon
 from client.wire import adopt, outcome
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.caller import Call as Pending
@@ -139,7 +140,11 @@ class StreamWire:
         transports = offered.halves
         wire = None
         try:
-            wire = cls(await _open_socket(address, end), counters)
+            connected = await _open_socket(address, end)
+            if settings.certificates is not None:
+                host = settings.endpoint.host
+                connected = await secure_soon(connected, settings.certificates, host, end)
+            wire = cls(connected, counters)
             welcome = await wire._greet(settings.hello(transports), end)
             wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
@@ -387,7 +392,7 @@ class StreamWire:
             self.close(self._caller.broken)
 
     def _ended(self, error: Exception | None) -> None:
-        self.close(Unavailable(f"the connection broke: {error}"))
+        self.close(lost(error))
 
 
 def _forget(unsent: set[Pending[Any]], pending: Pending[Any]) -> Callable[[bool], None]:

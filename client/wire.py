@@ -28,6 +28,7 @@ from client.operations import (
     names_memory,
 )
 from client.tally import SessionFacts
+from client.tls import lost, secure
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
@@ -36,6 +37,7 @@ from kvstore.protocol.messages import Abort, Segments
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport, receive_with_fds
 from rdma.stream import tune
+from rdma.tls import TlsSocket
 from rdma.transport import ClientTransport
 
 logger = logging.getLogger("kvstore.client")
@@ -60,6 +62,7 @@ class Wire:
     """One connection with an open session. Used by one thread at a time.
 
     Blocking calls with a short timeout of the kernel's: one system call to send, one to receive.
+    Over TLS, whose calls don't know such a timeout, they never block, and waiting is a call more.
 
     Attributes:
         terms: what the session agreed on.
@@ -72,6 +75,7 @@ class Wire:
     def __init__(self, connected: socket.socket, counters: Counters) -> None:
         tune(connected)
         self._socket = connected
+        self._tls = connected if isinstance(connected, TlsSocket) else None
         self._caller = Caller(counters)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connected.setsockopt(socket.SOL_SOCKET, option, _PATIENCE)
@@ -100,7 +104,10 @@ class Wire:
         transports = offered.halves
         wire = None
         try:
-            wire = cls(open_socket(address[0], address[1], end - time.monotonic()), counters)
+            connected = open_socket(address[0], address[1], end - time.monotonic())
+            if settings.certificates is not None:
+                connected = secure(connected, settings.certificates, settings.endpoint.host, end)
+            wire = cls(connected, counters)
             welcome = wire._call(Call(settings.hello(transports)), end)
             wire._transport = choose(transports, welcome)
             wire.terms = make_terms(settings.namespace, welcome, wire._transport)
@@ -126,7 +133,9 @@ class Wire:
         if self.closed or self._caller.broken is not None:
             return False
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            # Of the socket beneath, where there is TLS: what comes says as little there.
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+            return bool(socket.socket.recv(self._socket, 1, flags))
         except BlockingIOError:
             return True
         except OSError:
@@ -187,10 +196,11 @@ class Wire:
 
     def catch_up(self) -> None:
         """Take note of late answers, without waiting."""
-        self._socket.setblocking(False)
+        if self._tls is None:
+            self._socket.setblocking(False)
         while not self.closed and self._receive_into(self._caller.get_buffer()):
             pass
-        if not self.closed:
+        if not self.closed and self._tls is None:
             self._socket.setblocking(True)
 
     def interrupt(self) -> None:
@@ -317,8 +327,8 @@ class Wire:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._lose(Unavailable(f"the connection broke: {error}"))
-            raise Unavailable(f"the connection broke: {error}") from error
+            self._lose(lost(error))
+            raise lost(error) from error
         self._send_parts([memoryview(frame)[sent:], *payload], end)
 
     def _send_parts(self, parts: list[memoryview], end: float) -> None:
@@ -333,8 +343,8 @@ class Wire:
                     self._lose(Unavailable("the node did not take a request in time"))
                     raise DeadlineExceeded("the node did not take the request in time")
         except OSError as error:
-            self._lose(Unavailable(f"the connection broke: {error}"))
-            raise Unavailable(f"the connection broke: {error}") from error
+            self._lose(lost(error))
+            raise lost(error) from error
 
     def _abandon(self, pending: Pending[Any]) -> None:
         """Give a call up. The node may still be at the memory that it was told of, if any."""
@@ -355,6 +365,8 @@ class Wire:
 
     def _wait(self, event: int, end: float) -> bool:
         """Wait, whatever signals come; returns whether the socket was ready in time."""
+        if self._tls is not None and event == select.POLLIN and self._tls.waiting:
+            return True
         poll = select.poll()
         poll.register(self._socket, event)
         return bool(poll.poll(max(end - time.monotonic(), 0.0) * 1000))
@@ -372,7 +384,7 @@ class Wire:
         except BlockingIOError:
             return False
         except (OSError, TransportError) as error:
-            self._lose(Unavailable(f"the connection broke: {error}"))
+            self._lose(lost(error))
             return False
         if count:
             caller.buffer_updated(count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +14,14 @@ from kvstore.directory.address import Address as DirectoryAddress
 from kvstore.directory.interface import NOBODY, Directory, Member
 from kvstore.load import Load
 from kvstore.node import Node
+from kvstore.offering import Offers
 from kvstore.owners import Owners
+from kvstore.placement import DRAINING
 from kvstore.publication import Publication
 from kvstore.remote import SLOTS, Remote
+from kvstore.replication import Replication
+from kvstore.taking import Taking
+from kvstore.tls import to_reach
 from kvstore.transports import to_pull
 from kvstore.units import Address
 from kvstore.verbs import VerbsDevice
@@ -44,8 +49,12 @@ class Cluster:
     Attributes:
         member: this node, without a number.
         directory: the view.
+        host: the machine it runs on, as the others are told.
         load: what the others are told of this node.
+        offers: what it offers to them.
         remote: what sessions use of it.
+        replication: copies to others what is stored here.
+        taking: takes what others offer.
     """
 
     def __init__(
@@ -62,11 +71,12 @@ class Cluster:
         data = config.cluster.advertise or data
         if control is not None and control.unspecified:
             control = Address(data.host, control.port)
+        self.host = config.cluster.host or machine()
         self.member = Member(
             NOBODY,
             config.node.name,
             incarnation,
-            machine(),
+            self.host,
             str(data),
             "" if control is None else str(control),
         )
@@ -78,6 +88,7 @@ class Cluster:
             lambda: self.directory.members,
             lambda: to_pull(verbs),
             token=config.session_token,
+            certificates=to_reach(config.tls, "other nodes") if config.tls.on else None,
             name=config.node.name,
             most_bytes=most_bytes // SLOTS,
         )
@@ -88,16 +99,28 @@ class Cluster:
             lookup_deadline=config.cluster.lookup_deadline,
             most_bytes=most_bytes,
         )
+        self.offers = Offers(self.directory, owners)
+        self.replication = Replication(
+            node, self.directory, self.offers, host=self.host, copies=config.cluster.replicas
+        )
+        self.taking = Taking(
+            node, lambda: self.directory.members, owners, most_bytes=most_bytes // SLOTS
+        )
         self._node = node
         self._publication = Publication(node.index, self.directory)
 
     async def open(self) -> None:
         """Begin to join the pool, and to tell it what comes and goes."""
         self._node.index.observe(self._publication)
-        await self.directory.open(self._publication.inventory, self.load.figures)
+        self.replication.open()
+        await self.directory.open(self._publication.inventory, self._summary)
+
+    def _summary(self) -> Mapping[str, float]:
+        return {**self.load.figures(), DRAINING: float(not self._node.accepts_puts)}
 
     async def leave(self) -> None:
-        """Leave the pool, so that nobody asks this node any more; it still reads from others."""
+        """Leave the pool, so that nobody asks this node any more, nor it others."""
+        await self.replication.close()
         self._node.index.leave(self._publication)
         await self.directory.close()
 

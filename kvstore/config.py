@@ -24,6 +24,7 @@ from pydantic import (
 
 from kvstore.directory.address import Address as DirectoryAddress
 from kvstore.errors import ConfigError
+from kvstore.protocol.messages import MAX_COPIES
 from kvstore.units import (
     Address,
     format_size,
@@ -104,7 +105,32 @@ class ListenSection(Section):
     metrics: OptionalAddress = Address("127.0.0.1", 9401)
     """HTTP address of the Prometheus metrics."""
     insecure: bool = False
-    """Allow addresses beyond loopback without a token."""
+    """Allow addresses beyond loopback that ask neither for a token nor for a certificate."""
+
+
+class TlsSection(Section):
+    """TLS for what listens on an address: data path, control plane, metrics. Files are in PEM, and
+    read anew when they have changed. More: docs/security.md."""
+
+    certificate: OptionalPath = None
+    """This node's certificate; with it TLS is on. Other nodes are shown it as well."""
+    key: OptionalPath = None
+    """The key of that certificate. Unset: it is in the same file."""
+    ca: OptionalPath = None
+    """Certificates that those of clients and of other nodes must be signed by. Unset: the
+    system's, for other nodes."""
+    clients: Literal["any", "certificate"] = "any"
+    """``certificate``: only clients that have one are let in."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the node speaks TLS."""
+        return self.certificate is not None
+
+    @property
+    def mutual(self) -> bool:
+        """Whether clients need certificates."""
+        return self.on and self.clients == "certificate"
 
 
 class DramSection(Section):
@@ -183,6 +209,11 @@ class ClusterSection(Section):
     """Name of the pool. Pools of other names in the same Redis know nothing of each other."""
     advertise: OptionalAddress = None
     """Where the other nodes reach the data path of this one. Unset: at ``listen.tcp``."""
+    host: Annotated[str, Field(max_length=256)] = ""
+    """Which machine the node runs on, or rack, or whatever else fails as one: copies of a block are
+    kept on different ones. Unset: the machine's boot id."""
+    replicas: int = Field(default=1, ge=1, le=MAX_COPIES)
+    """How many nodes are to hold what is stored here, this one counted, where a put doesn't say."""
     heartbeat: Annotated[Duration, Field(gt=0, le=20)] = 1.0
     """Between signs of life. A node that has given none for three times as long is gone."""
     lookup_deadline: Annotated[Duration, Field(gt=0)] = 0.005
@@ -270,6 +301,7 @@ class Config(Section):
     def _derive(cls, tree: object) -> object:
         return derive(tree) if isinstance(tree, dict) else tree
 
+    tls: TlsSection = TlsSection()
     @property
     def session_token(self) -> str | None:
         """The token that sessions must present, or None where none is asked for."""
@@ -355,6 +387,7 @@ def _space_complaints(config: Config) -> Iterator[Complaint]:
         yield (
             ("ssd.capacity", "ssd.region"),
             f"{format_size(ssd.capacity)} is less than two regions of {format_size(ssd.region)}",
+    yield from _tls_complaints(config)
         )
 
 
@@ -373,11 +406,13 @@ def _listen_complaints(config: Config) -> Iterator[Complaint]:
         ("metrics", listen.metrics, None, ""),
     )
     for key, address, token, remedy in guarded:
-        if address is not None and not address.loopback and not listen.insecure and token is None:
+        open_to_all = not (listen.insecure or config.tls.mutual) and token is None
+        if address is not None and not address.loopback and open_to_all:
             yield (
                 (f"listen.{key}",),
                 f"{address} can be reached from other machines: set {remedy}"
-                "listen.insecure = true if the network is trusted, or use 127.0.0.1",
+                'tls.clients = "certificate", or listen.insecure = true if the network is trusted, '
+                "or use 127.0.0.1",
             )
 
 
@@ -393,3 +428,16 @@ def _cluster_complaints(config: Config) -> Iterator[Complaint]:
     elif cluster.advertise is None and tcp.unspecified:
         keys = ("cluster.advertise", "listen.tcp")
         yield keys, f"other nodes can't reach this one at {tcp}: say under which address they can"
+def _tls_complaints(config: Config) -> Iterator[Complaint]:
+    tls = config.tls
+    if not tls.on and tls.key is not None:
+        yield ("tls.key", "tls.certificate"), "a key is of no use without its certificate"
+    if not tls.on and tls.clients == "certificate":
+        yield (
+            ("tls.clients", "tls.certificate"),
+            "clients can't be asked for certificates without TLS: the node needs one itself",
+        )
+    if tls.mutual and tls.ca is None:
+        yield ("tls.clients", "tls.ca"), "clients' certificates can't be checked without tls.ca"
+
+

@@ -26,11 +26,13 @@ import uvloop
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
+from kvstore.control.drain_service import DrainService
 from kvstore.control.event_service import EventService
 from kvstore.control.pool_service import PoolService
 from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
 from kvstore.departures import Departures
+from kvstore.draining import Draining
 from kvstore.elsewhere import Elsewhere
 from kvstore.errors import ConfigError, StateLocked
 from kvstore.events import Events
@@ -75,8 +77,11 @@ class Daemon:
         self._make_directory = directory
         self.incarnation = secrets.token_hex(8)
         self.metrics = Metrics()
+        self.stopping = asyncio.Event()
+        """Set when somebody wants the daemon to stop, by a signal or by a call."""
         self._stack = contextlib.AsyncExitStack()
         self.node: Node
+        self.draining: Draining
         self.server: Server
         self.verbs: VerbsDevice
         self.movement: Movement | None = None
@@ -202,13 +207,17 @@ class Daemon:
         )
         # Before anybody can connect: that takes a turn of the event loop.
         self.cluster, self.server.remote = cluster, cluster.remote
+        self.server.replication, self.server.taking = cluster.replication, cluster.taking
         stack.push_async_callback(cluster.close)
+        self.draining.pool = cluster
+        stack.push_async_callback(self.draining.close)
         await cluster.open()
         if self._collector is not None:
             self._collector.directory = cluster.directory.statistics
 
     async def _open_operators(self, stack: contextlib.AsyncExitStack) -> Inspection:
         config = self.config
+        self.draining = Draining(self.node, self.stopping.set)
         pool = config.cluster.pool if self._make_directory is not None else ""
         self._pool = PoolInspection(self.node, pool)
         inspection = Inspection(
@@ -224,6 +233,7 @@ class Daemon:
                 [
                     ControlService(inspection, self._count_fault),
                     PoolService(self._pool, self._count_fault),
+                    DrainService(self.draining, self._count_fault),
                     events,
                 ],
                 config.listen.control,
@@ -251,6 +261,7 @@ class Daemon:
         deadline = self.node.clock() + grace
         try:
             if self.cluster is not None:
+                await self.draining.close()
                 await self.cluster.leave()
             # At once, so that a client that hangs does not use up the time to write.
             await asyncio.gather(self.server.close(grace), self._flush(deadline))
@@ -277,9 +288,8 @@ async def _listen(key: str, address: Address, service: ControlServer | MetricsSe
 
 
 @contextlib.asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Daemon]:
-    """A daemon for the time of the block, on the running loop."""
-    daemon = Daemon(config)
+async def running(daemon: Daemon) -> AsyncIterator[Daemon]:
+    """Has a daemon run for the time of the block, on the running loop."""
     await daemon.open()
     try:
         yield daemon
@@ -288,11 +298,11 @@ async def running(config: Config) -> AsyncIterator[Daemon]:
 
 
 async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
-    stop = asyncio.Event()
+    daemon = Daemon(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with running(config) as daemon:
+        loop.add_signal_handler(number, daemon.stopping.set)
+    async with running(daemon):
         _log.info(
             "serving",
             node=config.node.name,
@@ -310,7 +320,7 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
         # Threads that have read from SSD wait for the interpreter while the loop is busy.
         sys.setswitchinterval(_SWITCH_SECONDS)
         on_ready()
-        await stop.wait()
+        await daemon.stopping.wait()
         _log.info("stopping", grace_seconds=config.node.grace)
     _log.info("stopped")
     return 0

@@ -20,6 +20,7 @@ from kvstore.peer import MakeHalves
 from kvstore.peer_session import Greeting
 from kvstore.pull import Puller
 from kvstore.units import parse_address
+from rdma.certificates import Certificates
 
 _log = structlog.get_logger(__name__)
 
@@ -45,6 +46,7 @@ class Owners:
         members: the live members by number, as they are now.
         transports: makes this node's halves of the transports for one session.
         token: what the others want to see of sessions, if anything.
+        certificates: of this node, where the nodes of the pool speak TLS.
         name: what their logs call this node.
         most_bytes: bytes that one pull may hold reserved at once.
     """
@@ -56,6 +58,7 @@ class Owners:
         transports: MakeHalves,
         *,
         token: str | None,
+        certificates: Certificates | None = None,
         name: str,
         most_bytes: int,
     ) -> None:
@@ -63,6 +66,7 @@ class Owners:
         self._members = members
         self._transports = transports
         self._token = token
+        self._certificates = certificates
         self._name = name
         self._most_bytes = most_bytes
         self._ways: dict[_Name, _Way] = {}
@@ -116,6 +120,7 @@ class Owners:
             token=self._token,
             name=self._name,
             incarnation=member.incarnation,
+            certificates=self._certificates,
         )
         return Puller(self._node, greeting, self._transports, most_bytes=self._most_bytes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,8 +35,10 @@ from kvstore.protocol.messages import (
     TakeAnswer,
     Welcome,
 )
+from rdma.certificates import Certificates
 from rdma.errors import TransportError
 from rdma.stream import SocketStream
+from rdma.tls import TlsSocket, shake_hands, wrap
 from rdma.transport import ClientTransport
 
 A = TypeVar("A", bound=Answer)
@@ -53,6 +56,7 @@ class Greeting:
         token: what the peer wants to see of sessions, if anything.
         name: what the peer's log calls this node.
         incarnation: which start of the node is meant; any where empty.
+        certificates: of this node, where the nodes of the pool speak TLS; never left out then.
     """
 
     host: str
@@ -62,6 +66,7 @@ class Greeting:
     token: str | None = field(repr=False, default=None)
     name: str = ""
     incarnation: str = ""
+    certificates: Certificates | None = field(repr=False, default=None)
 
     def hello(self, halves: Mapping[str, ClientTransport]) -> Hello:
         """The request that opens the session and offers these transports, the best first."""
@@ -135,7 +140,7 @@ class PeerSession:
         """
         session = None
         try:
-            session = cls(await _connect(greeting.host, greeting.port, deadline))
+            session = cls(await _connect(greeting, deadline))
             await session._greet(greeting, halves, deadline)
         except BaseException:
             if session is not None:
@@ -346,14 +351,15 @@ def _found(tiers: bytes, into: Sequence[memoryview]) -> list[memoryview]:
     return [buffer for tier, buffer in zip(tiers, into, strict=True) if tier]
 
 
-async def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first address of a host that answers.
+async def _connect(greeting: Greeting, deadline: float) -> socket.socket:
+    """Connect to the first address of a host that answers, and begin TLS where that is spoken.
 
     Raises:
         DeadlineExceeded: none did in time.
         Unavailable: none does.
     """
     loop = asyncio.get_running_loop()
+    host, port = greeting.host, greeting.port
     error: KVStoreError = Unavailable(f"{host} has no address")
     try:
         async with asyncio.timeout_at(deadline):
@@ -361,7 +367,10 @@ async def _connect(host: str, port: int, deadline: float) -> socket.socket:
                 host, port, type=socket.SOCK_STREAM
             ):
                 try:
-                    return await _connect_one(family, address)
+                    opened = await _connect_one(family, address)
+                    if greeting.certificates is None:
+                        return opened
+                    return await _secure(opened, greeting.certificates.context(), host)
                 except OSError as failed:
                     error = Unavailable(f"no connection to {host}:{port}: {failed}")
     except TimeoutError as late:
@@ -380,3 +389,13 @@ async def _connect_one(family: int, address: Any) -> socket.socket:
         opened.close()
         raise
     return opened
+
+
+async def _secure(opened: socket.socket, context: ssl.SSLContext, host: str) -> TlsSocket:
+    made = wrap(opened, context, host)
+    try:
+        await shake_hands(made)
+    except BaseException:
+        made.close()
+        raise
+    return made

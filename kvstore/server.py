@@ -13,13 +13,24 @@ import structlog
 
 from kvstore.config import Config
 from kvstore.connection import Connection
-from kvstore.errors import AccessDenied, ConfigError, InvalidRequest, ProtocolError, Unavailable
+from kvstore.errors import (
+    AccessDenied,
+    ConfigError,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+)
+from kvstore.handshakes import Handshakes
 from kvstore.identity import Namespace
 from kvstore.movement import Movement
 from kvstore.node import Node
 from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvstore.remote import Remote
+from kvstore.replication import Replication
 from kvstore.session import Session
+from kvstore.taking import Taking
+from kvstore.tls import for_sessions
 from kvstore.transports import choose
 from kvstore.units import Address
 from kvstore.verbs import VerbsDevice
@@ -61,11 +72,16 @@ class Server:
         """Where it listens on TCP."""
         self.remote: Remote | None = None
         """The rest of the pool, for sessions opened from then on; None where the node is alone."""
+        self.replication: Replication | None = None
+        """What copies blocks to it; likewise."""
+        self.taking: Taking | None = None
+        """What takes blocks from it; likewise."""
         self.stopping = False
         self._movement = movement
         self._verbs = verbs
         self._config = config
         self._incarnation = incarnation
+        self._handshakes: Handshakes | None = None
         self._listeners: list[socket.socket] = []
         self._unix_path: Path | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -76,9 +92,12 @@ class Server:
         """Listen.
 
         Raises:
-            ConfigError: an address cannot be had.
+            ConfigError: an address cannot be had, or a certificate not be used.
         """
         listen = self._config.listen
+        certificates = for_sessions(self._config.tls)
+        if certificates is not None:
+            self._handshakes = Handshakes(certificates, self._admit, self._count)
         if listen.unix is not None:
             self._listen_unix(listen.unix)
         if listen.tcp is not None:
@@ -115,7 +134,8 @@ class Server:
             listener.close()
             raise ConfigError(f"listen.tcp {address}: {error.strerror or error}") from error
         self.tcp = Address(address.host, listener.getsockname()[1])
-        self._add(listener, f"tcp://{self.tcp}")
+        scheme = "tcp" if self._handshakes is None else "tls"
+        self._add(listener, f"{scheme}://{self.tcp}")
 
     def _add(self, listener: socket.socket, url: str) -> None:
         listener.setblocking(False)
@@ -135,9 +155,18 @@ class Server:
             loop.remove_reader(listener.fileno())
             loop.call_later(_ACCEPT_PAUSE_SECONDS, self._accept_again, listener)
             return
+        if self._handshakes is None or listener.family == socket.AF_UNIX:
+            self._admit(sock)
+        else:
+            self._handshakes.begin(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
         connection = Connection(self, sock)
         self.connections.add(connection)
         connection.start()
+
+    def _count(self, error: KVStoreError) -> None:
+        self.node.metrics.errors[error.code] += 1
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
@@ -185,6 +214,8 @@ class Server:
                 most_bytes=int(limits.session_pinned * self.node.dram.capacity),
                 verify=self._config.policy.integrity == "always",
                 remote=self.remote,
+                replication=self.replication,
+                taking=self.taking,
             )
         except BaseException:
             chosen.transport.close()
@@ -239,6 +270,8 @@ class Server:
         self._listeners.clear()
         if self._unix_path is not None:
             self._unix_path.unlink(missing_ok=True)
+        if self._handshakes is not None:
+            await self._handshakes.close()
         for connection in self.connections:
             connection.refuse()
         deadline = loop.time() + grace

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rdma.errors import TlsError
 
-__all__ = ["TlsSocket", "shake_hands", "shake_hands_until", "wrap"]
+__all__ = ["TlsSocket", "explained", "readable", "shake_hands", "shake_hands_until", "wrap"]
 
 _RECORD: Final = 16 << 10
 """Bytes of payload in one record of TLS at most."""
@@ -186,9 +186,15 @@ async def shake_hands(sock: TlsSocket) -> None:
         if not wanted:
             return
         if wanted == select.POLLIN:
-            await _turn(lambda wake: loop.add_reader(fd, wake), lambda: loop.remove_reader(fd))
+            await readable(sock)
         else:
             await _turn(lambda wake: loop.add_writer(fd, wake), lambda: loop.remove_writer(fd))
+
+
+async def readable(sock: socket.socket) -> None:
+    """Wait until a socket has something to read, or has ended; whatever lies above it."""
+    loop, fd = asyncio.get_running_loop(), sock.fileno()
+    await _turn(lambda wake: loop.add_reader(fd, wake), lambda: loop.remove_reader(fd))
 
 
 def shake_hands_until(sock: TlsSocket, end: float) -> None:

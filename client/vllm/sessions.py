@@ -32,6 +32,9 @@ def client_of(settings: Settings, namespace: Namespace, shard: int = 0) -> Clien
         transport=settings.transport,
         deadline=settings.connect_deadline,
         token=settings.reveal_token(),
+        ca=settings.ca,
+        certificate=settings.certificate,
+        key=settings.key,
     )
 
 

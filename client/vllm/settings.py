@@ -26,7 +26,7 @@ from pydantic import (
     field_validator,
 )
 
-from client.endpoint import Endpoint, hint
+from client.endpoint import FORMS, Endpoint, hint
 from kvstore.errors import ConfigError
 from kvstore.identity import MAX_TEXT_BYTES
 
@@ -95,8 +95,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
-    """The daemon: ``unix:///path`` or ``tcp://host:port``. Default: the socket of the same user's
-    daemon."""
+    """The daemon: ``unix:///path``, ``tcp://host:port`` or ``tls://host:port``. Default: the socket
+    of the same user's daemon."""
     transport: str = "auto"
     """``shm``, ``rdma``, ``tcp``, or ``auto``."""
     tenant: Annotated[str, AfterValidator(_fitting)] = "default"
@@ -105,6 +105,13 @@ class Settings(BaseModel):
     """Credential of the tenant; from ``KVSTORE_TOKEN`` or ``token_file``, never from JSON."""
     token_file: Path | None = None
     """File whose first line is the token."""
+    ca: Path | None = None
+    """For ``tls``: file of the authorities that the daemon's certificate must be signed by. Unset:
+    the system's."""
+    certificate: Path | None = None
+    """For ``tls``: file of the engine's certificate, if the daemon wants one."""
+    key: Path | None = None
+    """File of the key of that certificate. Unset: it is in the same file."""
     model: str = ""
     """Name of the model in the namespace. Empty: found out from what the engine loads."""
     connect_deadline: Deadline = 1.0
@@ -140,13 +147,21 @@ class Settings(BaseModel):
                 raise ValueError(str(error)) from error
         return transport
 
+    @field_validator("ca", "certificate", "key")
+    @classmethod
+    def _of_use(cls, file: Path | None, info: ValidationInfo) -> Path | None:
+        url = info.data.get("url")
+        if file is not None and url and Endpoint.parse(url).scheme != "tls":
+            raise ValueError(f"certificates are for tls://, and {url} is not encrypted")
+        return None if file is None else file.expanduser()
+
     @field_validator("url")
     @classmethod
     def _address(cls, url: str) -> str:
         try:
             return Endpoint.parse(url).url
         except ConfigError as error:
-            raise ValueError(f"expected unix:///path or tcp://host:port{hint(url)}") from error
+            raise ValueError(f"expected {FORMS}{hint(url)}") from error
 
     def reveal_token(self) -> str | None:
         """The token that sessions present, or None where none was given."""

@@ -17,7 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Generic, TypeVar
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+)
 from kvstore.protocol.frames import (
     Broken,
     Closed,
@@ -223,8 +229,9 @@ class Caller:
             DeadlineExceeded: the deadline has passed.
             InvalidRequest: the request is malformed.
         """
+            AccessDenied: it is, since one end does not accept the other.
         if self.broken is not None:
-            raise Unavailable(f"the connection is broken: {self.broken}")
+            raise self._gone(self.broken)
         if deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request was sent")
         request_id = self._next_id()
@@ -287,7 +294,8 @@ class Caller:
             error: what broke it; kept if it is the first.
 
         Returns:
-            The calls that will have no answer, failed with ``Unavailable``.
+            The calls that will have no answer, failed with ``Unavailable``, or ``AccessDenied``
+            where that is why.
         """
         if self.broken is None:
             self.broken = error
@@ -298,7 +306,7 @@ class Caller:
         for call in lost:
             _close(call.fds)
             call.fds = []
-            call.fail(Unavailable(f"the connection is broken: {self.broken}"))
+            call.fail(self._gone(self.broken))
         self.counters.lost_calls += len(lost)
         while self._fds:
             _close(self._fds.popleft())
@@ -307,6 +315,12 @@ class Caller:
     # --- received bytes ------------------------------------------------------------------------
 
     def get_buffer(self) -> memoryview:
+    @staticmethod
+    def _gone(why: KVStoreError) -> KVStoreError:
+        if isinstance(why, AccessDenied):
+            return AccessDenied(str(why))
+        return Unavailable(f"the connection is broken: {why}")
+
         """Return the memory to receive to; empty once the connection is broken."""
         return self._decoder.get_buffer()
 

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvstore.directory.statistics import Statistics
-from kvstore.metrics import TRANSPORTS, Histogram, Metrics, MissReason, PutOutcome
+from kvstore.metrics import TRANSPORTS, CopyOutcome, Histogram, Metrics, MissReason, PutOutcome
 from kvstore.units import Address
 
 _MAX_REQUEST: Final = 16 << 10
@@ -196,6 +196,18 @@ class MetricsCollector(Collector):
             "Other nodes that did not bring what they were thought to hold, by reason.",
             ("reason",),
             [((reason,), count) for reason, count in seen.pull_failures.items()],
+        )
+        yield _counter(
+            "kvstore_copied_blocks",
+            "Blocks stored here that were to be copied to other nodes, by outcome.",
+            ("outcome",),
+            [((outcome,), seen.copies[outcome]) for outcome in get_args(CopyOutcome)],
+        )
+        yield _counter(
+            "kvstore_offered_blocks",
+            "Blocks that other nodes offered, by outcome.",
+            ("outcome",),
+            [((outcome,), count) for outcome, count in seen.offered.items()],
         )
         yield _counter(
             "kvstore_wrong_hints",

@@ -19,6 +19,9 @@ MissReason = Literal["absent", "pending", "corrupt", "no_space", "medium", "dead
 """Why a block was a miss: not held; still being written; failed its checksum; no room to bring it
 up; its medium failed; not there within the deadline."""
 PutOutcome = Literal["stored", "held", "busy", "refused", "aborted"]
+CopyOutcome = Literal["made", "short", "dropped", "gone"]
+"""What came of copies: as many machines hold the block as was asked for; fewer do, as there are no
+more that would take it; too much was waiting to be copied; the block had left before."""
 
 TRANSPORTS: Final = ("shm", "rdma", "tcp")
 """The transports of this version, by name."""
@@ -135,6 +138,10 @@ class Metrics:
     """Likewise in bytes."""
     pull_failures: Counter[str] = field(default_factory=Counter)
     """Other nodes that did not bring what they were thought to hold, by reason."""
+    copies: Counter[CopyOutcome] = field(default_factory=Counter)
+    """Blocks stored here of which copies on other nodes were asked for, by what came of it."""
+    offered: Counter[str] = field(default_factory=Counter)
+    """Blocks that other nodes offered: ``taken``, ``held`` before, or why they were not taken."""
     wrong_hints: int = 0
     """Times that another node turned out not to hold what the directory said."""
     evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)

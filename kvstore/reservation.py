@@ -27,6 +27,7 @@ class Reservation:
         number: names the reservation within its session.
         blocks: the blocks not yet committed, by their position in the request, in order.
         expires: seconds on the node's clock after which others may store these blocks.
+        copies: how many nodes are to hold its blocks; 0 or 1 for this one alone.
         outcomes: what becomes of the blocks is counted here.
         checksums: crc32c of the payload by position, where the client gave it.
         checking: positions whose bytes are being checked and must not change meanwhile.
@@ -35,6 +36,7 @@ class Reservation:
     number: int
     blocks: dict[int, Entry]
     expires: float
+    copies: int = field(default=0, kw_only=True)
     outcomes: Counter[PutOutcome] = field(default_factory=Counter)
     checksums: dict[int, int] = field(default_factory=dict)
     checking: set[int] = field(default_factory=set)

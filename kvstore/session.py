@@ -16,8 +16,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
-from crc32c import crc32c
-
+from kvstore.checksums import check_written, sum_unknown
 from kvstore.entry import Entry, ShardIndex
 from kvstore.errors import AccessDenied, InvalidRequest, NamespaceMismatch
 from kvstore.feed import Feed
@@ -29,6 +28,7 @@ from kvstore.protocol.fields import JoinedHashes
 from kvstore.protocol.messages import (
     ABSENT,
     DRAM,
+    FILL,
     HBM,
     MAX_HASHES,
     REMOTE,
@@ -51,12 +51,15 @@ from kvstore.protocol.messages import (
     ReserveAnswer,
     Segments,
     SegmentsAnswer,
+    Take,
     Write,
     WriteAnswer,
 )
 from kvstore.remote import Remote
+from kvstore.replication import Replication
 from kvstore.reply import Handled, Reply, at_once, finished
 from kvstore.reservation import Reservation
+from kvstore.taking import Taking
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
 from rdma.transport import Delivery, NodeTransport
@@ -83,6 +86,8 @@ class Session:
         most_bytes: bytes that the session may hold pinned or reserved at once.
         verify: whether checksums are taken at put and compared at every get.
         remote: the rest of the pool; None where the node is alone.
+        replication: copies blocks to it; likewise.
+        taking: takes blocks from it; likewise.
 
     Raises:
         NamespaceMismatch: the namespace has no such shard, or its blocks are too large.
@@ -99,6 +104,8 @@ class Session:
         most_bytes: int,
         verify: bool,
         remote: Remote | None = None,
+        replication: Replication | None = None,
+        taking: Taking | None = None,
     ) -> None:
         if shard >= namespace.shards:
             raise NamespaceMismatch(
@@ -119,6 +126,8 @@ class Session:
         self._most_blocks = most_bytes // self._size
         self._verify = verify
         self._remote = remote
+        self._replication = replication
+        self._taking = taking
         self._fetch = Fetch(node, movement, self._shard, namespace, verify=verify, remote=remote)
         self._numbers = itertools.count(1)
         self._leases: dict[int, list[Entry]] = {}
@@ -156,6 +165,8 @@ class Session:
             return self._write(request, deadline)  # type: ignore[arg-type]
         if kind is Match:
             return self._match(request, deadline)  # type: ignore[arg-type]
+        if kind is Take:
+            return self._take(request, deadline)  # type: ignore[arg-type]
         handler = _HANDLERS.get(kind)
         if handler is None:
             raise InvalidRequest("the session is open already")
@@ -307,7 +318,7 @@ class Session:
             self._node.metrics.miss(reason)
         found = [entry for entry in got.entries if entry is not None]
         try:
-            await self._sum(found)
+            await sum_unknown(self._node, found, self._size)
         except BaseException:
             self._node.unpin(found)
             raise
@@ -318,16 +329,6 @@ class Session:
         assert isinstance(reply.answer, GetAnswer)
         reply.answer.checksums = [self._node.checksum(entry) or 0 for entry in found]
         return reply
-
-    async def _sum(self, entries: Sequence[Entry]) -> None:
-        """Compute the checksums that nobody has yet; blocks don't change, so they are kept."""
-        unknown = [entry for entry in entries if self._node.checksum(entry) is None]
-        if not unknown:
-            return
-        views = [self._node.dram.view(entry.dram, self._size) for entry in unknown]  # type: ignore[arg-type]
-        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
-        for entry, checksum in zip(unknown, sums, strict=True):
-            entry.checksum = checksum
 
     def _hand_out(
         self,
@@ -426,10 +427,16 @@ class Session:
             request.parent,
             request.hashes,
             number=number,
-            most=self._most_blocks - self._held,
+            most=self._most_blocks - self._held if self._node.accepts_puts else 0,
         )
+        copies = 0
+        if self._replication is not None:
+            copies = self._replication.wanted(self._shard, request, verdicts)
+        elif request.copies > 1:
+            self._node.metrics.copies["short"] += verdicts.count(FILL)
         if reservation is None:
             return Reply(ReserveAnswer(0, verdicts, self.transport.grant([])))
+        reservation.copies = copies
         self._reservations[number] = reservation
         self._held += len(reservation.blocks)
         places: list[int] = [entry.dram for entry in reservation.blocks.values()]  # type: ignore[misc]
@@ -497,7 +504,7 @@ class Session:
             if (reply := self._landed(request, reservation)) is not None:
                 return reply
             if self._verify:
-                await self._verify_written(request, reservation, blocks)
+                await check_written(self._node, reservation, request.indexes, blocks, self._size)
             if before is not None:
                 # Else blocks whose parents come a little later would be answered for as lost.
                 await before.wait()
@@ -520,18 +527,6 @@ class Session:
             reservation.checksums.update(zip(request.indexes, request.checksums, strict=True))
         return None
 
-    async def _verify_written(
-        self, request: Write, reservation: Reservation, blocks: Sequence[Entry]
-    ) -> None:
-        views = [
-            self._node.dram.view(entry.dram, self._size)  # type: ignore[arg-type]
-            for entry in blocks
-        ]
-        sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
-        for position, checksum in zip(request.indexes, sums, strict=True):
-            if reservation.checksums.setdefault(position, checksum) != checksum:
-                raise InvalidRequest(f"block {position} does not match the checksum given for it")
-
     def _commit(self, request: Write, reservation: Reservation) -> Reply:
         began = time.perf_counter()
         before = len(reservation.blocks)
@@ -542,6 +537,8 @@ class Session:
         self._node.metrics.put_seconds.observe(time.perf_counter() - began)
         flags = bytes([position in committed for position in request.indexes])
         if committed:
+            if self._replication is not None and reservation.copies > 1:
+                self._replication.ask(list(committed.values()), reservation.copies)
             # The blocks before the new ones, too: no parent may look older than its child.
             self._node.renew(committed[max(committed)].path())
         return Reply(WriteAnswer(flags))
@@ -574,6 +571,11 @@ class Session:
         if segment is None or segment.owner != self.namespace.tenant:
             raise AccessDenied(f"segment {number} does not hold blocks of this tenant")
         return segment
+
+    async def _take(self, request: Take, deadline: float) -> Reply:
+        if self._taking is None:
+            raise InvalidRequest("this node is in no pool")
+        return Reply(await self._taking.take(self.namespace, self._shard, request, deadline))
 
     def _follow(self, request: Follow) -> Reply:
         if self._feed is None:

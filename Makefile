@@ -39,8 +39,13 @@ demo: $(READY)
 
 # RUNLEVEL: Debian's package shall not start a server of its own.
 test: $(READY)
-	@command -v redis-server >/dev/null || RUNLEVEL=1 scripts/apt-install redis-server || echo "test: no redis-server: what needs one is skipped"
-	$(PYTHON_) -m pytest -n 2 --dist worksteal $(TESTS)
+	@lacks=(); \
+	command -v redis-server >/dev/null || lacks+=(redis-server); \
+	command -v ip >/dev/null || lacks+=(iproute2); \
+	compgen -G '/usr/lib/*/faketime/libfaketime.so.1' >/dev/null || lacks+=(libfaketime); \
+	[ $${#lacks[@]} -eq 0 ] || RUNLEVEL=1 scripts/apt-install "$${lacks[@]}" || \
+	echo "test: not installed: $${lacks[*]}: what needs them is skipped"
+	$(PYTHON_) -m pytest -n 2 --dist worksteal -rs $(TESTS)
 
 test-rdma: $(READY)
 	$(PYTHON_) -m tests.rdma.guest.suite $(TESTS)

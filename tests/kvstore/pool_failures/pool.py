@@ -203,8 +203,8 @@ def running_redis(directory: Path, **options: Any) -> Iterator[RedisServer]:
     """A Redis for the time of the block."""
     require_redis()
     server = RedisServer(directory / "redis", **options)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.kill()

@@ -14,6 +14,8 @@ from tests.kvstore.pool_failures.pool import Client, LocalHits, Pool, running_re
 from tests.kvstore.watched import chain
 from tests.running import wait_for
 
+pytestmark = pytest.mark.timeout(180)
+
 CHAINS = [chain("network", number, length=24) for number in range(4)]
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 
+import pytest
+
 from tests.kvstore.directory.servers import RedisServer
 from tests.kvstore.pool_failures.pool import Client, Pool
 from tests.kvstore.watched import chain
 from tests.running import DaemonProcess, wait_for
+
+pytestmark = pytest.mark.timeout(180)
 
 CHAINS = [chain("nodes", number, length=24) for number in range(12)]
 BOTH, ALONE = CHAINS[:6], CHAINS[6:]

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.kvstore.directory.servers import RedisServer, Sentinels, require_redis
 from tests.kvstore.pool_failures.pool import Client, LocalHits, Pool, running_redis
 from tests.kvstore.pool_failures.slow import SlowLink
 from tests.kvstore.watched import chain
+
+pytestmark = pytest.mark.timeout(180)
 
 OLD, NEW, LATER = (chain("redis", name, length=24) for name in ("old", "new", "later"))
 

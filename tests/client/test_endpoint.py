@@ -37,7 +37,7 @@ def test_what_is_no_address_is_refused(url: str, hint: str | None) -> None:
     told = str(refusal.value)
     assert told.startswith(f"{url!r} is no address of a node: ")
     if hint is not None:
-        assert told.endswith(f"unix:///path or tcp://host:port{hint}")
+        assert told.endswith(f"unix:///path, tcp://host:port or tls://host:port{hint}")
 
 
 @pytest.mark.parametrize("kind", ["control", "metrics"])

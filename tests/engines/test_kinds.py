@@ -188,7 +188,7 @@ def test_the_connector_by_its_module(
 
 REFUSED: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"url": "unix:///nowhere", "lookup_deadlin": 1}, {}, "did you mean lookup_deadline"),
-    ({"url": "nowhere"}, {}, r"url: expected unix:///path or tcp://host:port"),
+    ({"url": "nowhere"}, {}, r"url: expected unix:///path, tcp://host:port"),
     ({}, {"VLLM_PLUGINS": "another"}, "Unsupported connector type: KVStoreConnector"),
 ]
 """Options, environment, and what is said."""

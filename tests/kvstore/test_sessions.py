@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from crc32c import crc32c
 
-from kvstore import session
+from kvstore import checksums
 from kvstore.control.interface import Ending
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.identity import ROOT_PARENT
@@ -478,7 +478,7 @@ def test_blocks_that_overtake_their_parents_are_answered_for_as_stored(
             time.sleep(0.05)
         return crc32c(view)
 
-    monkeypatch.setattr(session, "crc32c", check_slowly)
+    monkeypatch.setattr(checksums, "crc32c", check_slowly)
     with connected(careful) as peer:
         number = peer.ask(Reserve(ROOT_PARENT, hashes))[0].reservation
         for index in range(3):

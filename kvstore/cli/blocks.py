@@ -4,7 +4,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, Tier, Timeout, ask
+from kvstore.cli.options import (
+    AsJson,
+    ConfigFile,
+    Control,
+    Namespace,
+    NodeName,
+    Remote,
+    Tier,
+    Timeout,
+    WholePool,
+    ask,
+)
 from kvstore.cli.output import console, counted, print_json, short, table
 
 if TYPE_CHECKING:
@@ -71,6 +82,8 @@ def ls(
     ] = 100,
     cursor: Annotated[str, typer.Option("--cursor", help="Go on where a page ended.")] = "",
     everything: Annotated[bool, typer.Option("--all", "-a", help="All pages.")] = False,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -87,6 +100,14 @@ def ls(
         position = bytes.fromhex(cursor)
     except ValueError as error:
         raise typer.BadParameter(f"{cursor!r} is no cursor", param_hint="--cursor") from error
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_blocks
+
+        pool_blocks.ls(
+            remote, namespace, tier, shard, limit, position, everything=everything, as_json=as_json
+        )
+        return
 
     async def pages(node: "ControlClient") -> None:
         chosen = (await find_namespace(node, namespace)).fingerprint if namespace else None
@@ -98,7 +119,7 @@ def ls(
             if not (everything and at):
                 return
 
-    ask(Remote(control, config, timeout), pages)
+    ask(remote, pages)
 
 
 def _print_page(page: "BlockPage", *, as_json: bool, last: bool) -> None:
@@ -110,8 +131,8 @@ def _print_page(page: "BlockPage", *, as_json: bool, last: bool) -> None:
         console(errors=True).print(f"More blocks: --all, or --cursor {page.cursor.hex()}")
 
 
-def block_table(blocks: "Sequence[BlockReport]") -> "Table":
-    """A table of blocks."""
+def block_table(blocks: "Sequence[BlockReport]", nodes: "Sequence[str] | None" = None) -> "Table":
+    """A table of blocks, with the node of each where ``nodes`` names them."""
     from kvstore.units import format_duration, format_size
 
     rows = [
@@ -134,7 +155,10 @@ def block_table(blocks: "Sequence[BlockReport]") -> "Table":
         "NAMESPACE", ">SHARD", "HASH", "PARENT", "TIERS", ">SIZE", ">CHILDREN", ">PINS", ">AGE",
         ">IDLE", "CRC32C",
     )  # fmt: skip
-    return table(columns, rows, spare=_SPARE)
+    if nodes is None:
+        return table(columns, rows, spare=_SPARE)
+    named = [(node, *row) for node, row in zip(nodes, rows, strict=True)]
+    return table(("NODE", *columns), named, spare=_SPARE)
 
 
 def _block_facts(block: "BlockReport") -> "Table":
@@ -166,6 +190,8 @@ def inspect(
         int, typer.Option("--limit", "-l", min=1, max=1000, help="Blocks at most, the last ones.")
     ] = 1000,
     namespace: Namespace = None,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -177,11 +203,18 @@ def inspect(
     """
     from kvstore.cli.naming import find_block
 
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_blocks
+
+        pool_blocks.inspect(remote, block, namespace, limit, prefix=prefix, as_json=as_json)
+        return
+
     async def question(node: "ControlClient") -> "Sequence[BlockReport]":
         name = await find_block(node, block, namespace)
         return await node.inspect(name.namespace, name.hash, prefix=prefix, limit=limit)
 
-    found = ask(Remote(control, config, timeout), question)
+    found = ask(remote, question)
     if as_json:
         print_json(found)
     elif len(found) == 1:
@@ -200,6 +233,8 @@ def match(
     lora: Lora = None,
     salt: Salt = None,
     namespace: Namespace = None,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -207,17 +242,23 @@ def match(
 ) -> None:
     """Show how far a prefix reaches, and in which tier each of its blocks is.
 
-    Exit status 1 unless all of it is held.
+    Tier remote stands for other nodes of the pool. Exit status 1 unless all of it is held.
     """
     from kvstore.cli.naming import Prefix
 
     prefix = Prefix(hashes or [], tokens, lora, salt)
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_blocks
+
+        pool_blocks.match(remote, prefix, namespace, as_json=as_json)
+        return
 
     async def question(node: "ControlClient") -> "tuple[MatchReport, list[bytes], int]":
         where, wanted, block_tokens = await prefix.find(node, namespace)
         return await node.match(where.fingerprint, wanted), wanted, block_tokens
 
-    report, wanted, block_tokens = ask(Remote(control, config, timeout), question)
+    report, wanted, block_tokens = ask(remote, question)
     if as_json:
         held = [
             {"hash": one, "tier": tier} for one, tier in zip(wanted, report.tiers, strict=False)
@@ -259,6 +300,8 @@ def explain(
     lora: Lora = None,
     salt: Salt = None,
     namespace: Namespace = None,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -267,26 +310,36 @@ def explain(
     """Say why a prefix ends where it does.
 
     Never stored, evicted (when, from which tier, why), corrupt, still being written, or held only
-    in a namespace that differs in some field. Exit status 1 unless all of it is held.
+    in a namespace that differs in some field. Of a node in a pool it also says how much more of the
+    prefix other nodes hold. Exit status 1 unless all of it is held.
     """
     from kvstore.cli.naming import Prefix
 
     prefix = Prefix(hashes or [], tokens, lora, salt)
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_blocks
+
+        pool_blocks.explain(remote, prefix, namespace, as_json=as_json)
+        return
 
     async def question(node: "ControlClient") -> "Explanation":
         where, wanted, _ = await prefix.find(node, namespace)
         return await node.explain(where.fingerprint, wanted)
 
-    found = ask(Remote(control, config, timeout), question)
+    found = ask(remote, question)
     if as_json:
         print_json(found)
     else:
         screen = console()
         screen.print(f"{found.blocks} of {counted(found.asked, 'block')} held.", soft_wrap=True)
+        if found.remote:
+            more = counted(found.remote, "more block")
+            screen.print(f"The pool's directory says that other nodes hold {more}.", soft_wrap=True)
         screen.print(sentence(found), soft_wrap=True)
         if found.hash:
             screen.print(f"The first block that is not held is {found.hash.hex()}.", soft_wrap=True)
-    if found.blocks < found.asked:
+    if found.blocks + found.remote < found.asked:
         raise typer.Exit(1)
 
 
@@ -306,4 +359,6 @@ def sentence(found: "Explanation") -> str:
             f"The next block is held only in namespace {short(found.nearest)}, which differs: "
             f"{fields}."
         )
+    if found.ending == "node_gone" and found.gone:
+        return f"The node {found.gone} held the next block, and has left the pool."
     return _ENDINGS[found.ending]

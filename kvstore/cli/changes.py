@@ -11,9 +11,11 @@ from kvstore.cli.options import (
     ConfigFile,
     Control,
     Namespace,
+    NodeName,
     Remote,
     Tier,
     Timeout,
+    WholePool,
     ask,
     offered,
 )
@@ -139,6 +141,8 @@ def evict(
         bool, typer.Option("--all", help="The whole namespace, instead of a block.")
     ] = False,
     namespace: Namespace = None,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -152,6 +156,12 @@ def evict(
 
     if (block is None) != everything:
         raise typer.BadParameter("give the hash of a block, or --all, and not both")
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_totals
+
+        pool_totals.evict(remote, block, namespace, as_json=as_json)
+        return
 
     async def question(node: "ControlClient") -> "Removal":
         if block is None:
@@ -159,7 +169,7 @@ def evict(
         name = await find_block(node, block, namespace)
         return await node.evict(name.namespace, name.hash)
 
-    _conclude("Dropped", ask(Remote(control, config, timeout), question), as_json=as_json)
+    _conclude("Dropped", ask(remote, question), as_json=as_json)
 
 
 def flush(
@@ -199,6 +209,8 @@ def _conclude(done: str, removal: "Removal", *, as_json: bool) -> None:
 def verify(
     namespace: Namespace = None,
     tier: Tier = None,
+    pool: WholePool = False,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -210,11 +222,18 @@ def verify(
     """
     from kvstore.control.interface import MAX_CORRUPT
 
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_totals
+
+        pool_totals.verify(remote, namespace, tier, as_json=as_json)
+        return
+
     async def question(node: "ControlClient") -> "VerifyProgress | None":
         return await _follow(node, namespace, tier, names)
 
     names: list[str] = []
-    last = ask(Remote(control, config, timeout), question)
+    last = ask(remote, question)
     failed = last is None or not last.finished or bool(last.corrupt or last.unreadable)
     counts = {
         "checked": last.checked if last else 0,

@@ -2,7 +2,7 @@
 
 Exit statuses: 0 done, or the answer is yes; 1 failed, or the answer is no (a prefix is not held as
 a whole, a block is corrupt, a check fails); 2 wrong usage or configuration; 3 the daemon is not
-there or does not answer; 130 interrupted.
+there or does not answer; 4 some nodes of the pool did not answer; 130 interrupted.
 """
 
 import json
@@ -24,13 +24,22 @@ USAGE: Final = 2
 NOT_THERE: Final = 3
 INTERRUPTED: Final = 130
 
-_GROUPS: Final = ("serving", "overview", "blocks", "changes", "diagnosis", "replay", "simulate")
+_GROUPS: Final = (
+    "serving",
+    "overview",
+    "cluster",
+    "blocks",
+    "changes",
+    "diagnosis",
+    "replay",
+    "simulate",
+)
 
 app = typer.Typer(
     name="kvstore",
     help="Tiered KV cache storage for LLM inference: run a node, and look into it.",
     epilog="Exit status: 0 done or yes, 1 failed or no, 2 wrong usage or configuration, "
-    "3 the daemon is not there.",
+    "3 the daemon is not there, 4 some nodes of the pool did not answer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

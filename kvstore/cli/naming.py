@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import typer
 
@@ -13,7 +13,6 @@ from kvstore.control.interface import (
     MAX_HASHES,
     MIN_BEGINNING,
     BlockName,
-    ControlTarget,
     NamespaceReport,
 )
 
@@ -21,7 +20,21 @@ _MAX_FILE: Final = 256 << 20
 _FULL: Final = 64
 
 
-async def find_namespace(node: ControlTarget, selector: str | None) -> NamespaceReport:
+class Knows(Protocol):
+    """Who is asked what names stand for: a node, or a pool."""
+
+    async def namespaces(self) -> Sequence[NamespaceReport]:
+        """See ``ControlTarget.namespaces``."""
+        ...
+
+    async def find(
+        self, beginning: str, namespace: bytes | None, limit: int
+    ) -> Sequence[BlockName]:
+        """See ``ControlTarget.find``."""
+        ...
+
+
+async def find_namespace(node: Knows, selector: str | None) -> NamespaceReport:
     """The one namespace that ``selector`` names, or the only one where it is None.
 
     A full fingerprint that the node does not know is taken as it is, so that ``explain`` can say
@@ -64,7 +77,7 @@ def _unclear(selector: str | None, choices: Sequence[NamespaceReport], several: 
     return f"{start}; {'those' if several else 'known'} are:{listed}"
 
 
-async def find_block(node: ControlTarget, text: str, namespace: str | None) -> BlockName:
+async def find_block(node: Knows, text: str, namespace: str | None) -> BlockName:
     """The block whose hash is, or uniquely begins with, ``text``.
 
     Raises:
@@ -127,7 +140,7 @@ class Prefix:
         self._salt = salt
 
     async def find(
-        self, node: ControlTarget, namespace: str | None
+        self, node: Knows, namespace: str | None
     ) -> tuple[NamespaceReport, list[bytes], int]:
         """The namespace, the hashes of the full blocks, and the tokens of one block (0: unknown).
 

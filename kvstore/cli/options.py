@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from kvstore.control.client import ControlClient
+    from kvstore.control.channel import ControlChannel
+    from kvstore.control.pool_client import PoolClient
     from kvstore.units import Address
 
 T = TypeVar("T")
+C = TypeVar("C", bound="ControlChannel")
 
 
 def offered(*values: str) -> Callable[[str], list[str]]:
@@ -37,6 +39,15 @@ Control = Annotated[
         show_default="listen.control of the configuration",
     ),
 ]
+NodeName = Annotated[
+    str | None,
+    typer.Option(
+        "--node",
+        help="Ask this member of the node's pool instead: its name, number or control address.",
+        show_default=False,
+    ),
+]
+WholePool = Annotated[bool, typer.Option("--pool", help="Ask all nodes of the pool.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer.")
 ]
@@ -65,29 +76,81 @@ class Remote(NamedTuple):
     control: str | None
     config: Path | None
     timeout: float = 10.0
+    node: str | None = None
+    """A member of that node's pool to ask in its place."""
 
 
-def ask(remote: Remote, question: Callable[["ControlClient"], Awaitable[T]]) -> T:
+class Way(NamedTuple):
+    """How control planes are reached: the same for all nodes of a pool."""
+
+    token: str | None
+    timeout: float
+
+    def open(self, address: "Address", kind: "type[C]") -> "C":
+        """A client of the node at an address, not connected yet."""
+        return kind(address, token=self.token, timeout=self.timeout)
+
+
+def ask(remote: Remote, question: Callable[["PoolClient"], Awaitable[T]]) -> T:
     """Connect, await ``question`` with the node's client and return its answer.
 
     Raises:
         ConfigError: the address or the configuration that would give it is wrong.
         Unavailable: nothing answers there.
+        typer.BadParameter: the pool has no such member.
     """
     import asyncio
 
-    from kvstore.control.client import ControlClient
+    from kvstore.control.pool_client import PoolClient
 
-    address, token = _destination(remote)
+    address, way = destination(remote)
 
     async def asking() -> T:
-        async with ControlClient(address, token=token, timeout=remote.timeout) as node:
+        where = await locate(address, way, remote.node)
+        async with way.open(where, PoolClient) as node:
             return await question(node)
 
     return asyncio.run(asking())
 
 
-def _destination(remote: Remote) -> "tuple[Address, str | None]":
+async def locate(address: "Address", way: Way, node: str | None) -> "Address":
+    """The control address of a member of the pool.
+
+    Args:
+        address: of any node of the pool.
+        way: how it is reached.
+        node: the member's name, number or address; None for the node at ``address`` itself.
+
+    Raises:
+        Unavailable: there is nobody, or not the one that is meant.
+        InvalidRequest: the node at ``address`` is in no pool.
+        typer.BadParameter: the pool has no such member, or several.
+    """
+    if node is None:
+        return address
+    from kvstore.control.members import check_same, control_address, find_member
+    from kvstore.control.pool_client import PoolClient
+
+    async with way.open(address, PoolClient) as asked:
+        members = (await asked.pool()).members
+    try:
+        member = find_member(members, node)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--node") from error
+    if member.asked:
+        return address
+    where = control_address(member)
+    async with way.open(where, PoolClient) as found:
+        check_same(member, await found.load())
+    return where
+
+
+def destination(remote: Remote) -> "tuple[Address, Way]":
+    """The control address that the command line or the configuration names, and how to reach it.
+
+    Raises:
+        ConfigError: one of them is wrong, or there is none.
+    """
     from kvstore.errors import ConfigError
     from kvstore.sources import load
     from kvstore.units import parse_address
@@ -103,4 +166,4 @@ def _destination(remote: Remote) -> "tuple[Address, str | None]":
         raise ConfigError("listen.control: the control plane is off; name one with --control")
     if address.host in ("0.0.0.0", "::"):  # noqa: S104 - where a server listens everywhere
         address = address._replace(host="127.0.0.1" if address.host == "0.0.0.0" else "::1")  # noqa: S104
-    return address, config.control_token
+    return address, Way(config.control_token, remote.timeout)

@@ -5,7 +5,16 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile, Control, Remote, Timeout, ask
+from kvstore.cli.options import (
+    AsJson,
+    ConfigFile,
+    Control,
+    NodeName,
+    Remote,
+    Timeout,
+    WholePool,
+    ask,
+)
 from kvstore.cli.output import console, print_json, short, state, table, tier_table
 
 REVISION_DIGITS: Final = 12
@@ -20,13 +29,23 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    as_json: AsJson = False, control: Control = None, config: ConfigFile = None,
+    pool: WholePool = False,
+    node: NodeName = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
     timeout: Timeout = 10.0,
-) -> None:  # fmt: skip
+) -> None:
     """Show who the node is, what it holds and how full its tiers are."""
     from kvstore.units import format_duration
 
-    found = ask(Remote(control, config, timeout), lambda node: node.status())
+    remote = Remote(control, config, timeout, node)
+    if pool:
+        from kvstore.cli import pool_totals
+
+        pool_totals.status(remote, as_json=as_json)
+        return
+    found = ask(remote, lambda client: client.status())
     if as_json:
         print_json(found)
         return

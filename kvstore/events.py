@@ -22,7 +22,7 @@ from kvstore.index import Index
 MOST_EVENTS: Final = 65_536
 """Events that the log remembers: at most about 20 MiB, with the entries of blocks long gone."""
 STEP: Final = 256
-"""Events, and blocks of a snapshot, told at once: under a millisecond of the event loop's time."""
+"""Events, and blocks of a snapshot, told at once: about a millisecond of the event loop's time."""
 
 _TIERS: Final = IN_DRAM | IN_SSD
 

@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.events import Batch, Events, Follower, Word
 
 MOST_FOLLOWERS: Final = 64
-"""Followers of one node; each costs it about 2 microseconds an event."""
+"""Followers of one node; each costs it a few microseconds an event."""
 MOST_NAMESPACES: Final = 1000
 """Namespaces that one follower may name."""
 

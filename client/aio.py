@@ -121,15 +121,17 @@ class AsyncClient:
         blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
+        replicas: int | None = None,
         deadline: float | None = None,
     ) -> PutResult:
         """As ``Client.put``."""
         operations.check_hashes(hashes)
         check_hash(parent)
+        copies = putting.copies_of(replicas)
         filling = putting.filling_of(self.namespace, hashes, blocks)
         try:
             result = await self._run(
-                lambda terms: putting.put(terms, hashes, filling, parent), deadline
+                lambda terms: putting.put(terms, hashes, filling, parent, copies), deadline
             )
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))

@@ -175,6 +175,7 @@ class Client:
         blocks: PutBlocks,
         *,
         parent: bytes = ROOT_PARENT,
+        replicas: int | None = None,
         deadline: float | None = None,
     ) -> PutResult:
         """Store a chain of blocks; what is held, or being written by another, is skipped.
@@ -185,18 +186,25 @@ class Client:
                 ``BlockSource``, which is asked to write those that the node wants. The deadline
                 doesn't cut it short. What it raises is raised here; blocks stored by then stay.
             parent: the block before the first; left out where the first begins a prefix.
+            replicas: how many nodes are to hold the chain, this one counted, each on another
+                machine; the others copy it in the background, as far as there are any. As the node
+                is configured where left out.
             deadline: seconds.
 
         Raises:
-            InvalidRequest: a hash is not 32 bytes, or there are not as many blocks.
+            InvalidRequest: a hash is not 32 bytes, there are not as many blocks, or ``replicas`` is
+                not from 1 to 16.
             NamespaceMismatch: a block has not the size of the namespace's blocks.
             ParentAbsent: the parent is not held.
         """
         operations.check_hashes(hashes)
         check_hash(parent)
+        copies = putting.copies_of(replicas)
         filling = putting.filling_of(self.namespace, hashes, blocks)
         try:
-            result = self._run(lambda terms: putting.put(terms, hashes, filling, parent), deadline)
+            result = self._run(
+                lambda terms: putting.put(terms, hashes, filling, parent, copies), deadline
+            )
         except KVStoreError as error:
             result = PutResult(bytes([FAILED]) * len(hashes), self._failed(error))
         self._tally.put(result.stored, self.namespace.block_bytes)

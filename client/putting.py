@@ -162,14 +162,15 @@ def filling_of(namespace: Namespace, hashes: Sequence[bytes], blocks: PutBlocks)
 
 
 def put(
-    terms: Terms, hashes: Sequence[bytes], filling: Filling, parent: bytes
+    terms: Terms, hashes: Sequence[bytes], filling: Filling, parent: bytes, copies: int = 0
 ) -> Operation[PutResult]:
     """Store a chain of blocks: reserve, fill, commit; what is held already is skipped.
 
     What is reserved is filled in parts: while one is filled, the node commits the one before.
-    ``filling.check()`` has to be called afterwards.
+    ``filling.check()`` has to be called afterwards. ``copies`` nodes are to hold the chain in the
+    end; 0 where the node is to say how many.
     """
-    putting = _Putting(terms, hashes, filling, parent)
+    putting = _Putting(terms, hashes, filling, parent, copies)
     try:
         yield from putting.run()
     finally:
@@ -206,7 +207,7 @@ class _Putting:
     """
 
     def __init__(
-        self, terms: Terms, hashes: Sequence[bytes], filling: Filling, parent: bytes
+        self, terms: Terms, hashes: Sequence[bytes], filling: Filling, parent: bytes, copies: int
     ) -> None:
         self.codes = bytearray([FAILED]) * len(hashes)
         self.open: dict[int, int] = {}
@@ -216,6 +217,7 @@ class _Putting:
         self._hashes = hashes
         self._filling = filling
         self._parent = parent
+        self._copies = copies
         self._step = terms.blocks_at_once(self._size, RESERVE_BYTES)
         self._ahead = STAGED_AHEAD if filling.staged(terms) else len(hashes)
 
@@ -231,7 +233,7 @@ class _Putting:
         """Write what the node has room for; returns whether the next part makes sense."""
         chain = self._hashes[start : start + self._step]
         parent = self._hashes[start - 1] if start else self._parent
-        answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain))
+        answer: messages.ReserveAnswer = yield Call(messages.Reserve(parent, chain, self._copies))
         verdicts = answer.verdicts
         self.codes[start : start + len(verdicts)] = verdicts
         indexes = [i for i, verdict in enumerate(verdicts) if verdict == messages.FILL]
@@ -295,3 +297,18 @@ class _Putting:
     def _rest(self, start: int, code: int) -> None:
         """Say of all blocks from one on that the put does not get to them."""
         self.codes[start:] = bytes([code]) * (len(self.codes) - start)
+
+
+def copies_of(replicas: int | None) -> int:
+    """How many nodes are to hold a chain, as it travels; 0 where the node is to say.
+
+    Raises:
+        InvalidRequest: there can't be so many.
+    """
+    if replicas is None:
+        return 0
+    if isinstance(replicas, bool) or not isinstance(replicas, int):
+        raise InvalidRequest(f"replicas must be an integer, not {replicas!r}")
+    if not 1 <= replicas <= messages.MAX_COPIES:
+        raise InvalidRequest(f"from 1 to {messages.MAX_COPIES} replicas, not {replicas}")
+    return replicas

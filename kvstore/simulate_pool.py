@@ -102,6 +102,8 @@ class PoolOutcome:
         isolated: hits of nodes that don't.
         lookups: requests for which the directory was asked: not all was held at home.
         publications, withdrawals: blocks that a node got, and that a node gave up.
+        batches: calls that tell the directory of them: what one request changed on one node under
+            one tag, in parts of 128.
         held: blocks at the end, over all nodes.
         distinct: how many of them differ; the others are copies.
     """
@@ -117,6 +119,7 @@ class PoolOutcome:
     lookups: int
     publications: int
     withdrawals: int
+    batches: int
     held: int
     distinct: int
 
@@ -144,6 +147,16 @@ class PoolOutcome:
     def operations_a_second(self) -> float | None:
         """Over the time that the trace took; None where it took none."""
         return self.operations / self.seconds if self.seconds else None
+
+    @property
+    def calls(self) -> int:
+        """Scripts that the directory runs: one for a lookup, one for a batch of changes."""
+        return self.lookups + self.batches
+
+    @property
+    def calls_a_second(self) -> float | None:
+        """Over the time that the trace took; None where it took none."""
+        return self.calls / self.seconds if self.seconds else None
 
     @property
     def pulled(self) -> int:
@@ -212,6 +225,7 @@ def simulate_pool(
         lookups=pool.lookups,
         publications=locations.published,
         withdrawals=locations.withdrawn,
+        batches=locations.batches,
         held=locations.published - locations.withdrawn,
         distinct=len(locations),
     )
@@ -292,6 +306,7 @@ class PoolSimulation:
 
     def send(self, chain: Sequence[bytes], input_length: int) -> None:
         """Use what the home node has, pull what others have, store the rest at home."""
+        self.locations.meet(chain)
         home = self._nodes[self._router.home(chain)]
         held = reach = home.use(chain, input_length)
         if self._pull_remote and held < len(chain):
@@ -302,6 +317,7 @@ class PoolSimulation:
                 self._hits.remote_tokens -= len(chain) * self._block_tokens - input_length
         if held < len(chain) and held == reach:
             home.store(chain[held:], chain[held - 1] if held else ROOT_PARENT)
+        self.locations.tell()
 
     def hits(self) -> Hits:
         """What has been hit so far."""

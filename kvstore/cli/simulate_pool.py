@@ -31,6 +31,8 @@ def pool_fields(outcome: "PoolOutcome") -> dict[str, object]:
         "publications": outcome.publications,
         "withdrawals": outcome.withdrawals,
         "operations_a_second": outcome.operations_a_second,
+        "batches": outcome.batches,
+        "calls_a_second": outcome.calls_a_second,
         "pulled": outcome.pulled,
         "held": outcome.held,
         "distinct": outcome.distinct,
@@ -52,12 +54,11 @@ def pool_table(outcomes: "Sequence[PoolOutcome]", block_bytes: int) -> "Table":
     from kvstore.units import format_size
 
     columns = ["POLICY", ">DRAM", ">SSD", ">NODES", ">HIT RATE", ">LOCAL", ">REMOTE", ">ISOLATED"]
-    columns += [">GAIN", ">LOOKUPS", ">PUBLISHED", ">WITHDRAWN", ">OPS/S", ">PULLED"]
-    columns += [">COPIES", ">BUSIEST"]
+    columns += [">GAIN", ">LOOKUPS", ">PUBLISHED", ">WITHDRAWN", ">OPS/S", ">CALLS/S"]
+    columns += [">PULLED", ">COPIES", ">BUSIEST"]
     rows = []
     for outcome in outcomes:
         total, accesses, requests = outcome.configuration.total, outcome.accesses, outcome.requests
-        rate = outcome.operations_a_second
         rows.append(
             [
                 "any" if total.dram_blocks is None else total.policy,
@@ -73,13 +74,26 @@ def pool_table(outcomes: "Sequence[PoolOutcome]", block_bytes: int) -> "Table":
                     f"{1000 * count / requests:,.0f}"
                     for count in (outcome.lookups, outcome.publications, outcome.withdrawals)
                 ),
-                "-" if rate is None else f"{rate:,.1f}",
+                *(
+                    "-" if rate is None else f"{rate:,.1f}"
+                    for rate in (outcome.operations_a_second, outcome.calls_a_second)
+                ),
                 format_size(outcome.pulled * block_bytes),
                 share(outcome.held - outcome.distinct, outcome.held),
                 f"{outcome.pooled.busiest * outcome.configuration.nodes / requests:.2f}",
             ]
         )
-    spare = ("BUSIEST", "SSD", "POLICY", "WITHDRAWN", "PUBLISHED", "LOOKUPS", "OPS/S", "COPIES")
+    spare = (
+        "BUSIEST",
+        "SSD",
+        "POLICY",
+        "WITHDRAWN",
+        "PUBLISHED",
+        "LOOKUPS",
+        "OPS/S",
+        "COPIES",
+        "CALLS/S",
+    )
     return table(columns, rows, spare=spare)
 
 

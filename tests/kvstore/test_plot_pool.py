@@ -25,6 +25,7 @@ def outcome(nodes: int, total: Configuration, hits: int) -> PoolOutcome:
         lookups=0,
         publications=0,
         withdrawals=0,
+        batches=0,
         held=0,
         distinct=0,
     )

@@ -86,6 +86,7 @@ def test_operations_are_counted_over_the_time_of_the_trace() -> None:
     work.seconds = 2.0
     outcome = simulate_pool(work, PoolConfiguration(2, Configuration("lru", 8), "round-robin"))
     assert (outcome.operations, outcome.operations_a_second) == (2 + 5, 3.5)
+    assert (outcome.batches, outcome.calls, outcome.calls_a_second) == (2, 4, 2.0)
     assert in_turn([[1]], 2).operations_a_second is None
 
 
@@ -222,6 +223,24 @@ def test_four_nodes_gain_on_a_published_trace_what_the_literature_reports() -> N
     assert 2.2 <= outcome.gain <= 2.4
     assert 100 * outcome.hit_rate == pytest.approx(26.1, abs=0.3)
     assert 100 * outcome.isolated_hit_rate == pytest.approx(11.5, abs=0.3)
+
+
+def test_what_one_request_changed_is_told_in_one_call_for_each_node_and_tag() -> None:
+    locations = Locations()
+    long, short = ([bytes([tag, *number.to_bytes(2)]) for number in range(129)] for tag in (1, 2))
+    for chain in (long, short[:1]):
+        locations.meet(chain)
+    for block in long[:128]:
+        locations.publish(block, 0)
+    locations.tell()
+    assert locations.batches == 1
+    locations.tell()
+    assert locations.batches == 1
+    for block in (*long, short[0]):
+        locations.publish(block, 1)
+    locations.withdraw(long[0], 0)
+    locations.tell()
+    assert locations.batches == 1 + 2 + 1 + 1
 
 
 def test_progress_adds_up_to_both_runs() -> None:

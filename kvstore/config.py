@@ -109,8 +109,10 @@ class ListenSection(Section):
 
 
 class TlsSection(Section):
-    """TLS for what listens on an address: data path, control plane, metrics. Files are in PEM, and
-    read anew when they have changed. More: docs/security.md."""
+    """TLS for what listens on an address: data path, control plane, metrics.
+
+    Files are in PEM, and read anew when they have changed. More: docs/security.md.
+    """
 
     certificate: OptionalPath = None
     """This node's certificate; with it TLS is on. Other nodes are shown it as well."""
@@ -287,6 +289,7 @@ class Config(Section):
 
     node: NodeSection = NodeSection()
     listen: ListenSection = ListenSection()
+    tls: TlsSection = TlsSection()
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
     rdma: RdmaSection = RdmaSection()
@@ -301,7 +304,6 @@ class Config(Section):
     def _derive(cls, tree: object) -> object:
         return derive(tree) if isinstance(tree, dict) else tree
 
-    tls: TlsSection = TlsSection()
     @property
     def session_token(self) -> str | None:
         """The token that sessions must present, or None where none is asked for."""
@@ -359,6 +361,7 @@ def complaints(config: Config) -> Iterator[Complaint]:
     """Rules that span keys and that ``config`` breaks. Each names its keys, first the main one."""
     yield from _space_complaints(config)
     yield from _listen_complaints(config)
+    yield from _tls_complaints(config)
     if config.cluster.directory:
         yield from _cluster_complaints(config)
     low, high = config.policy.low_watermark, config.policy.high_watermark
@@ -387,7 +390,6 @@ def _space_complaints(config: Config) -> Iterator[Complaint]:
         yield (
             ("ssd.capacity", "ssd.region"),
             f"{format_size(ssd.capacity)} is less than two regions of {format_size(ssd.region)}",
-    yield from _tls_complaints(config)
         )
 
 
@@ -416,18 +418,6 @@ def _listen_complaints(config: Config) -> Iterator[Complaint]:
             )
 
 
-def _cluster_complaints(config: Config) -> Iterator[Complaint]:
-    cluster, tcp = config.cluster, config.listen.tcp
-    try:
-        DirectoryAddress.parse(cluster.directory)
-    except ConfigError as error:
-        yield ("cluster.directory",), str(error)
-    if tcp is None:
-        keys = ("listen.tcp", "cluster.directory")
-        yield keys, "the nodes of a pool reach each other over TCP: give the node an address"
-    elif cluster.advertise is None and tcp.unspecified:
-        keys = ("cluster.advertise", "listen.tcp")
-        yield keys, f"other nodes can't reach this one at {tcp}: say under which address they can"
 def _tls_complaints(config: Config) -> Iterator[Complaint]:
     tls = config.tls
     if not tls.on and tls.key is not None:
@@ -441,3 +431,15 @@ def _tls_complaints(config: Config) -> Iterator[Complaint]:
         yield ("tls.clients", "tls.ca"), "clients' certificates can't be checked without tls.ca"
 
 
+def _cluster_complaints(config: Config) -> Iterator[Complaint]:
+    cluster, tcp = config.cluster, config.listen.tcp
+    try:
+        DirectoryAddress.parse(cluster.directory)
+    except ConfigError as error:
+        yield ("cluster.directory",), str(error)
+    if tcp is None:
+        keys = ("listen.tcp", "cluster.directory")
+        yield keys, "the nodes of a pool reach each other over TCP: give the node an address"
+    elif cluster.advertise is None and tcp.unspecified:
+        keys = ("cluster.advertise", "listen.tcp")
+        yield keys, f"other nodes can't reach this one at {tcp}: say under which address they can"

@@ -23,6 +23,7 @@ from typing import Final
 import structlog
 import uvloop
 
+from kvstore import tls
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
@@ -224,6 +225,7 @@ class Daemon:
             self.node, self.movement, self.server, self.verbs, config, self.incarnation
         )
         stack.callback(inspection.close)
+        scheme = "https" if config.tls.on else "http"
         if config.listen.control is not None:
             events = EventService(
                 Events(self.node.index), config.node.name, self.incarnation, self._count_fault
@@ -238,18 +240,20 @@ class Daemon:
                 ],
                 config.listen.control,
                 token=config.control_token,
+                context=tls.for_operators(config.tls, "control", "h2"),
             )
             await _listen("listen.control", config.listen.control, control)
             stack.push_async_callback(control.close)
             self._control_address = control.address
-            self.control_url = f"http://{control.address}"
+            self.control_url = f"{scheme}://{control.address}"
         if config.listen.metrics is not None:
             labels = {"node": config.node.name, "version": version("tiered-kvstore")}
             self._collector = MetricsCollector(self.metrics, labels, inspection.refresh)
-            exporter = MetricsServer(self._collector, config.listen.metrics)
+            context = tls.for_operators(config.tls, "metrics", "http/1.1")
+            exporter = MetricsServer(self._collector, config.listen.metrics, context)
             await _listen("listen.metrics", config.listen.metrics, exporter)
             stack.push_async_callback(exporter.close)
-            self.metrics_url = f"http://{exporter.address}/metrics"
+            self.metrics_url = f"{scheme}://{exporter.address}/metrics"
         return inspection
 
     def _count_fault(self) -> None:
@@ -312,6 +316,8 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
             ssd=format_size(config.ssd.capacity) if config.ssd.capacity else "none",
             listens=[*daemon.server.urls, daemon.control_url, daemon.metrics_url],
         )
+        for warning in tls.warnings(config, rdma=daemon.verbs.driver is not None):
+            _log.warning(warning)
         if not config.ssd.capacity:
             _log.info("dram only: a restart forgets all blocks", remedy="--ssd, --ssd-directory")
         # A full collection looks at every entry of the index, a pause that grows with the cache.

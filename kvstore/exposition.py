@@ -6,6 +6,7 @@ loop that writes the counters, so that a scrape sees them all at one moment and 
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, get_args
 
@@ -301,10 +302,14 @@ class MetricsServer:
     Args:
         collector: what to expose, beside the process's own figures (memory, CPU, descriptors).
         address: where to listen; port 0 takes a free one, see ``address`` after ``start``.
+        context: for TLS; None for none.
     """
 
-    def __init__(self, collector: MetricsCollector, address: Address) -> None:
+    def __init__(
+        self, collector: MetricsCollector, address: Address, context: ssl.SSLContext | None = None
+    ) -> None:
         self.address = address
+        self._context = context
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         ProcessCollector(registry=self._registry)
@@ -320,7 +325,14 @@ class MetricsServer:
         family = socket.AF_INET6 if ":" in self.address.host else socket.AF_INET
         listener = socket.create_server(self.address, family=family)
         self.address = Address(self.address.host, listener.getsockname()[1])
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=_MAX_REQUEST)
+        seconds = None if self._context is None else _REQUEST_SECONDS
+        self._server = await asyncio.start_server(
+            self._accept,
+            sock=listener,
+            limit=_MAX_REQUEST,
+            ssl=self._context,
+            ssl_handshake_timeout=seconds,
+        )
 
     async def close(self) -> None:
         """Stop listening and end the answers in progress."""

@@ -72,11 +72,16 @@ def reaching(section: TlsSection) -> ssl.SSLContext:
     return context
 
 
-def warnings(config: Config) -> Iterator[str]:
-    """What of a configuration is allowed and yet not safe, each in a sentence."""
+def warnings(config: Config, *, rdma: bool) -> Iterator[str]:
+    """What of a configuration is allowed and yet not safe, each in a sentence.
+
+    Args:
+        config: of the node.
+        rdma: whether it has a device for it.
+    """
     listen, tls = config.listen, config.tls
     if tls.on:
-        if config.rdma.mode != "off":
+        if rdma:
             yield "what goes by RDMA is not encrypted, only what is said about it"
         return
     for key, address, token in (

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    import ssl
+
     from kvstore.control.channel import ControlChannel
     from kvstore.control.pool_client import PoolClient
     from kvstore.units import Address
@@ -35,7 +37,8 @@ Control = Annotated[
     typer.Option(
         "--control",
         envvar="KVSTORE_CONTROL",
-        help="Control address of the node, as HOST:PORT.",
+        help="Control address of the node, as HOST:PORT; https:// before it says that it speaks "
+        "TLS, which tls.ca and tls.certificate say as well.",
         show_default="listen.control of the configuration",
     ),
 ]
@@ -85,10 +88,12 @@ class Way(NamedTuple):
 
     token: str | None
     timeout: float
+    context: "ssl.SSLContext | None" = None
+    """For TLS."""
 
     def open(self, address: "Address", kind: "type[C]") -> "C":
         """A client of the node at an address, not connected yet."""
-        return kind(address, token=self.token, timeout=self.timeout)
+        return kind(address, token=self.token, timeout=self.timeout, context=self.context)
 
 
 def ask(remote: Remote, question: Callable[["PoolClient"], Awaitable[T]]) -> T:
@@ -153,17 +158,24 @@ def destination(remote: Remote) -> "tuple[Address, Way]":
     """
     from kvstore.errors import ConfigError
     from kvstore.sources import load
+    from kvstore.tls import reaching
     from kvstore.units import parse_address
 
     config = load(remote.config).config
-    address = config.listen.control
+    address, scheme = config.listen.control, ""
     if remote.control is not None:
+        scheme, separator, rest = remote.control.rpartition("://")
         try:
-            address = parse_address(remote.control)
+            if separator and scheme not in ("http", "https"):
+                raise ValueError(f"expected https:// before an address, not {scheme}://")
+            address = parse_address(rest)
         except ValueError as error:
             raise ConfigError(f"--control: {error}") from error
     if address is None:
         raise ConfigError("listen.control: the control plane is off; name one with --control")
     if address.host in ("0.0.0.0", "::"):  # noqa: S104 - where a server listens everywhere
         address = address._replace(host="127.0.0.1" if address.host == "0.0.0.0" else "::1")  # noqa: S104
-    return address, Way(config.control_token, remote.timeout)
+    tls = config.tls
+    secure = scheme == "https" or (not scheme and (tls.on or tls.ca is not None))
+    context = reaching(tls) if secure else None
+    return address, Way(config.control_token, remote.timeout, context)

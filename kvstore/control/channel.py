@@ -2,15 +2,19 @@
 
 import asyncio
 import os
+import ssl
+from asyncio import BaseTransport, Transport
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 from google.protobuf.message import Message
-from grpclib.client import Channel, UnaryStreamMethod, UnaryUnaryMethod
+from grpclib.client import Channel, Handler, UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
 
 from kvstore.errors import (
     AccessDenied,
@@ -21,8 +25,41 @@ from kvstore.errors import (
     from_code,
 )
 from kvstore.units import Address
+from rdma.errors import TlsError
+from rdma.tls import explained
 
 Answer = TypeVar("Answer", bound=Message)
+
+
+class _Protocol(H2Protocol):
+    """grpclib's, which remembers what it speaks on."""
+
+    transport: BaseTransport | None = None
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """Take note of the connection."""
+        self.transport = transport
+        super().connection_made(transport)
+
+
+class _Channel(Channel):
+    """grpclib's channel, which over TLS waits for the other end after it was closed."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        super().__init__(host, port, ssl=context)
+        self._made: WeakSet[_Protocol] = WeakSet()
+
+    def _protocol_factory(self) -> H2Protocol:
+        protocol = _Protocol(Handler(), self._config, self._h2_config)
+        self._made.add(protocol)
+        return protocol
+
+    async def hang_up(self) -> None:
+        """End the connections at once."""
+        for protocol in self._made:
+            if isinstance(protocol.transport, Transport):
+                protocol.transport.abort()
+        await asyncio.sleep(0)  # the loop's next turn closes them
 
 
 class ControlChannel:
@@ -35,19 +72,26 @@ class ControlChannel:
         address: where the node's control plane listens.
         token: bearer token, or None.
         timeout: seconds for one call; for a stream, between two messages.
+        context: for a node that speaks TLS there; None for one that does not.
     """
 
     def __init__(
-        self, address: Address, *, token: str | None = None, timeout: float = 10.0
+        self,
+        address: Address,
+        *,
+        token: str | None = None,
+        timeout: float = 10.0,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self._address = address
+        self._context = context
         self._timeout = timeout
         self._metadata = {"authorization": f"Bearer {token}"} if token else {}
-        self._channel: Channel | None = None
+        self._channel: _Channel | None = None
 
     async def __aenter__(self) -> Self:
         """Prepare the connection; it is made by the first call."""
-        self._channel = Channel(self._address.host, self._address.port)
+        self._channel = _Channel(self._address.host, self._address.port, self._context)
         return self
 
     async def __aexit__(
@@ -59,6 +103,8 @@ class ControlChannel:
         """Close the connection."""
         if self._channel is not None:
             self._channel.close()
+            if self._context is not None:
+                await self._channel.hang_up()
             self._channel = None
 
     @property
@@ -104,10 +150,24 @@ class ControlChannel:
                 f"the node at {self._address} did not answer within {self._timeout:g} s"
             ) from error
         except (StreamTerminatedError, ProtocolError) as error:
-            raise Unavailable(f"the node at {self._address} closed the connection") from error
+            raise self._hung_up() from error
+        except ssl.SSLError as error:
+            why = explained(error)
+            denied = isinstance(why, TlsError) and why.denied
+            kind = AccessDenied if denied else Unavailable
+            raise kind(f"no TLS with the node at {self._address}: {why}") from error
+        except ConnectionResetError as error:
+            raise self._hung_up() from error
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise Unavailable(f"nothing answers at {self._address}: {why}") from error
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise Unavailable(f"nothing answers at {self._address}: {reason}") from error
+
+    def _hung_up(self) -> Unavailable:
+        if self._context is None:
+            maybe = "it may speak TLS there: https://, or tls.ca"
+        else:
+            maybe = "it may want a certificate that it trusts: tls.certificate"
+        return Unavailable(f"the node at {self._address} closed the connection; {maybe}")
 
 
 def _from_status(error: GRPCError) -> KVStoreError:

@@ -5,6 +5,7 @@ Calls without the token are refused, and messages above ``MAX_REQUEST`` before t
 
 import hmac
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 from weakref import WeakSet
@@ -77,6 +78,7 @@ class ControlServer:
         services: what is answered.
         address: where to listen; port 0 takes a free one, see ``address`` after ``start``.
         token: bearer token that every call must carry, or None.
+        context: for TLS; None for none.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class ControlServer:
         address: Address,
         *,
         token: str | None = None,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
+        self._context = context
         self._token = token
         self._server = _HangingUpServer(services)
         listen(self._server, RecvRequest, self._admit)
@@ -101,7 +105,7 @@ class ControlServer:
         listener = socket.create_server(self.address, family=family)
         listener.setblocking(False)
         self.address = Address(self.address.host, listener.getsockname()[1])
-        await self._server.start(sock=listener)
+        await self._server.start(sock=listener, ssl=self._context)
 
     async def close(self) -> None:
         """Stop listening, cancel what is being answered and wait until it has ended."""

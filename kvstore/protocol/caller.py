@@ -226,10 +226,10 @@ class Caller:
 
         Raises:
             Unavailable: the connection is broken.
+            AccessDenied: it is, since one end does not accept the other.
             DeadlineExceeded: the deadline has passed.
             InvalidRequest: the request is malformed.
         """
-            AccessDenied: it is, since one end does not accept the other.
         if self.broken is not None:
             raise self._gone(self.broken)
         if deadline <= now:
@@ -312,15 +312,15 @@ class Caller:
             _close(self._fds.popleft())
         return lost
 
-    # --- received bytes ------------------------------------------------------------------------
-
-    def get_buffer(self) -> memoryview:
     @staticmethod
     def _gone(why: KVStoreError) -> KVStoreError:
         if isinstance(why, AccessDenied):
             return AccessDenied(str(why))
         return Unavailable(f"the connection is broken: {why}")
 
+    # --- received bytes ------------------------------------------------------------------------
+
+    def get_buffer(self) -> memoryview:
         """Return the memory to receive to; empty once the connection is broken."""
         return self._decoder.get_buffer()
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from kvstore.admission import Admission
 from kvstore.config import ClusterSection, Config
 from kvstore.directory.address import Access
 from kvstore.directory.address import Address as DirectoryAddress
@@ -87,7 +88,7 @@ class Cluster:
             node,
             lambda: self.directory.members,
             lambda: to_pull(verbs),
-            token=config.session_token,
+            token=Admission(config.session_token, config.tenant_token_files).token_of,
             certificates=to_reach(config.tls, "other nodes") if config.tls.on else None,
             name=config.node.name,
             most_bytes=most_bytes // SLOTS,

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvstore.accounts import OTHERS, Quota
 from kvstore.directory.address import Address as DirectoryAddress
 from kvstore.errors import ConfigError
 from kvstore.protocol.messages import MAX_COPIES
@@ -60,6 +61,7 @@ OptionalRate = Annotated[
     Annotated[int, BeforeValidator(parse_rate), Field(gt=0)] | None,
     BeforeValidator(_nothing_is_off),
 ]
+OptionalSize = Annotated[Size | None, BeforeValidator(_nothing_is_off)]
 LocalPath = Annotated[Path, BeforeValidator(_expanded)]
 OptionalPath = Annotated[LocalPath | None, BeforeValidator(_nothing_is_off)]
 
@@ -275,6 +277,18 @@ class AuthSection(Section):
     """File whose first line is the control token."""
 
 
+class TenantSection(Section):
+    """What one tenant may hold, and what opens its sessions. More: docs/tenants.md."""
+
+    dram: OptionalSize = None
+    """Bytes of DRAM that are the tenant's; what it holds beyond goes first. Unset: no limit."""
+    ssd: OptionalSize = None
+    """Bytes of SSD, likewise."""
+    token_file: OptionalPath = None
+    """File whose first line is the tenant's session token, which then is the only one that opens
+    its sessions. Read anew for each."""
+
+
 class LogSection(Section):
     """What the daemon says about itself, on standard error."""
 
@@ -298,6 +312,8 @@ class Config(Section):
     limits: LimitsSection = LimitsSection()
     auth: AuthSection = AuthSection()
     log: LogSection = LogSection()
+    tenants: dict[str, TenantSection] = Field(default_factory=dict)
+    """By name; ``*`` stands for all tenants that have no section, together."""
 
     @model_validator(mode="before")
     @classmethod
@@ -313,6 +329,18 @@ class Config(Section):
     def control_token(self) -> str | None:
         """The bearer token of the control plane, or None where none is asked for."""
         return _revealed(self.auth.control_token)
+
+    @property
+    def quotas(self) -> dict[str, Quota]:
+        """What tenants may hold, by name."""
+        return {name: Quota(one.dram, one.ssd) for name, one in self.tenants.items()}
+
+    @property
+    def tenant_token_files(self) -> dict[str, Path]:
+        """Where the tokens of tenants are that have one of their own, by name."""
+        return {
+            name: one.token_file for name, one in self.tenants.items() if one.token_file is not None
+        }
 
 
 def _revealed(secret: SecretStr | None) -> str | None:
@@ -364,6 +392,9 @@ def complaints(config: Config) -> Iterator[Complaint]:
     yield from _tls_complaints(config)
     if config.cluster.directory:
         yield from _cluster_complaints(config)
+    if OTHERS in config.tenant_token_files:
+        keys: tuple[str, ...] = (f"tenants.{OTHERS}.token_file",)
+        yield keys, "tenants without a section have the general token: use auth.session_token_file"
     low, high = config.policy.low_watermark, config.policy.high_watermark
     if not low < high:
         keys = ("policy.low_watermark", "policy.high_watermark")

@@ -24,6 +24,7 @@ import structlog
 import uvloop
 
 from kvstore import tls
+from kvstore.accounts import Accounts
 from kvstore.catalog import Catalog
 from kvstore.cluster import Cluster, MakeDirectory, redis_directory
 from kvstore.config import Config, SsdSection
@@ -52,7 +53,6 @@ from kvstore.verbs import VerbsDevice
 from tiers import errors as tier_errors
 from tiers.budget import WriteBudget
 from tiers.dram import DramTier
-from tiers.policies import make_policy
 from tiers.ssd import SsdTier
 
 _log = structlog.get_logger(__name__)
@@ -120,11 +120,13 @@ class Daemon:
         dram.open()
         stack.callback(dram.close)
         ssd = await self._open_ssd(stack)
-        policy = make_policy(
-            config.policy.dram, max(config.dram.capacity // _SMALLEST_EXPECTED_BLOCK, 1)
+        accounts = Accounts.make(
+            config.policy.dram,
+            max(config.dram.capacity // _SMALLEST_EXPECTED_BLOCK, 1),
+            config.quotas,
         )
         self.node = Node(
-            index=Index(policy),
+            index=Index(accounts),
             dram=dram,
             ssd=ssd,
             catalog=catalog,

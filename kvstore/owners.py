@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import structlog
@@ -36,6 +36,8 @@ _Name: TypeAlias = tuple[int, bytes, int]
 class _Way:
     puller: Puller
     used: float
+    tenant: str
+    token: str | None = field(repr=False)
 
 
 class Owners:
@@ -45,7 +47,7 @@ class Owners:
         node: where the blocks are wanted.
         members: the live members by number, as they are now.
         transports: makes this node's halves of the transports for one session.
-        token: what the others want to see of sessions, if anything.
+        token: what the others want to see of sessions of a tenant, if anything.
         certificates: of this node, where the nodes of the pool speak TLS.
         name: what their logs call this node.
         most_bytes: bytes that one pull may hold reserved at once.
@@ -57,7 +59,7 @@ class Owners:
         members: Callable[[], Mapping[int, Member]],
         transports: MakeHalves,
         *,
-        token: str | None,
+        token: Callable[[str], str | None],
         certificates: Certificates | None = None,
         name: str,
         most_bytes: int,
@@ -97,16 +99,19 @@ class Owners:
         name = (number, namespace.fingerprint, shard)
         way = self._ways.get(name)
         if way is None:
-            made = self._make(member, namespace, shard)
+            token = self._token(namespace.tenant)
+            made = self._make(member, namespace, shard, token)
             if made is None:
                 return None
             if len(self._ways) >= _MOST_WAYS:
                 self._close(min(self._ways, key=lambda one: self._ways[one].used))
-            way = self._ways[name] = _Way(made, 0.0)
+            way = self._ways[name] = _Way(made, 0.0, namespace.tenant, token)
         way.used = self._node.clock()
         return way.puller
 
-    def _make(self, member: Member, namespace: Namespace, shard: int) -> Puller | None:
+    def _make(
+        self, member: Member, namespace: Namespace, shard: int, token: str | None
+    ) -> Puller | None:
         try:
             address = parse_address(member.data)
         except ValueError as error:
@@ -117,7 +122,7 @@ class Owners:
             address.port,
             namespace,
             shard,
-            token=self._token,
+            token=token,
             name=self._name,
             incarnation=member.incarnation,
             certificates=self._certificates,
@@ -125,10 +130,15 @@ class Owners:
         return Puller(self._node, greeting, self._transports, most_bytes=self._most_bytes)
 
     def sweep(self) -> None:
-        """Close the ways to members that are gone, and those that have not been used lately."""
+        """Close the ways to members that are gone, and those that have not been used lately.
+
+        Those whose tenant has another token now, too: a session that ends could not be opened anew.
+        """
         members, now = self._members(), self._node.clock()
+        tokens = {tenant: self._token(tenant) for tenant in {w.tenant for w in self._ways.values()}}
         for name, way in list(self._ways.items()):
-            if name[0] not in members or now - way.used > _IDLE_SECONDS:
+            is_idle = now - way.used > _IDLE_SECONDS
+            if name[0] not in members or is_idle or way.token != tokens[way.tenant]:
                 self._close(name)
 
     def _close(self, name: _Name) -> None:

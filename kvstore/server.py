@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import socket
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Final
 
 import structlog
 
+from kvstore.admission import Admission
 from kvstore.config import Config
 from kvstore.connection import Connection
 from kvstore.errors import (
-    AccessDenied,
     ConfigError,
     InvalidRequest,
     KVStoreError,
@@ -81,6 +80,7 @@ class Server:
         self._verbs = verbs
         self._config = config
         self._incarnation = incarnation
+        self._admission = Admission(config.session_token, config.tenant_token_files)
         self._handshakes: Handshakes | None = None
         self._listeners: list[socket.socket] = []
         self._unix_path: Path | None = None
@@ -184,7 +184,7 @@ class Server:
 
         Raises:
             ProtocolError: it speaks another version.
-            AccessDenied: its token is not the right one.
+            AccessDenied: its token is not the one that opens its tenant.
             InvalidRequest: its namespace makes no sense, or no transport is in common.
             Unavailable: there are too many sessions.
         """
@@ -193,11 +193,7 @@ class Server:
             raise ProtocolError(
                 f"protocol version {hello.version}; this node speaks {PROTOCOL_VERSION}"
             )
-        token = self._config.session_token
-        if token is not None and not hmac.compare_digest(
-            token.encode(), (hello.token or "").encode()
-        ):
-            raise AccessDenied("the session token is missing or wrong")
+        self._admission.admit(hello.tenant, hello.token)
         if metrics.sessions >= limits.sessions:
             raise Unavailable(f"{limits.sessions} sessions are open; that is the limit")
         namespace = Namespace.parse(hello.namespace)

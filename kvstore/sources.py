@@ -1,8 +1,9 @@
 """Where configuration comes from: defaults, a TOML file, the environment, flags; later ones win.
 
 The environment's names are ``KVSTORE_<SECTION>__<KEY>`` (two underscores), for example
-``KVSTORE_DRAM__CAPACITY=8GiB``. Keys are written ``section.key`` everywhere else. Every value's
-origin is kept, so that an error, and ``kvstore config``, can name the place to edit.
+``KVSTORE_DRAM__CAPACITY=8GiB``, and ``KVSTORE_TENANTS__<NAME>__<KEY>`` for a tenant. Keys are
+written ``section.key`` everywhere else, and ``tenants.name.key``. Every value's origin is kept, so
+that an error, and ``kvstore config``, can name the place to edit.
 """
 
 import difflib
@@ -11,17 +12,18 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import SecretStr, ValidationError
 
-from kvstore.config import Config, complaints, derive
+from kvstore.config import Config, TenantSection, complaints, derive
 from kvstore.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
 FILE_VARIABLE: Final = "KVSTORE_CONFIG"
 DEFAULT_FILE: Final = Path("/etc/kvstore/kvstore.toml")
 SECRETS: Final = ("auth.session_token", "auth.control_token")
+_TENANTS: Final = "tenants"
 _MAX_FILE: Final = 1 << 20
 _MAX_TOKEN: Final = 4096
 
@@ -47,20 +49,35 @@ class Effective:
     def rows(self) -> list[tuple[str, object, Origin]]:
         """Key, printable value (secrets masked) and origin of every key, in the tree's order."""
         tree = self.config.model_dump(mode="json")
+        tenants = {f"{_TENANTS}.{name}": part for name, part in tree.pop(_TENANTS).items()}
         return [
             (f"{section}.{key}", value, self.origins[f"{section}.{key}"])
-            for section, part in tree.items()
+            for section, part in (tree | tenants).items()
             for key, value in part.items()
         ]
 
 
 def keys() -> list[str]:
-    """Every key of the configuration, as ``section.key``."""
+    """Every key of the configuration but those of tenants, as ``section.key``."""
     return [
         f"{section}.{key}"
         for section, field in Config.model_fields.items()
         for key in getattr(field.annotation, "model_fields", {})
     ]
+
+
+def tenant_keys(name: str) -> list[str]:
+    """Every key of one tenant, as ``tenants.NAME.key``."""
+    return [f"{_TENANTS}.{name}.{key}" for key in TenantSection.model_fields]
+
+
+def _split(key: str) -> tuple[str, ...]:
+    """The path of a key in the tree: a tenant's name may have dots."""
+    section, _, rest = key.partition(".")
+    if section != _TENANTS:
+        return section, rest
+    name, _, last = rest.rpartition(".")
+    return section, name, last
 
 
 def load(
@@ -109,6 +126,10 @@ def _take(
     values.update(found)
     origins.update(sources)
     known = set(keys())
+    for key in found:
+        path = _split(key)
+        if len(path) == 3 and path[1]:
+            known.update(tenant_keys(path[1]))
     unknown = [key for key in found if key not in known]
     if unknown:
         raise ConfigError("\n".join(_unknown(key, sources[key], known) for key in unknown))
@@ -138,10 +159,14 @@ def _file(
         raise ConfigError(f"{chosen}: not valid TOML: {error}") from error
     values: dict[str, object] = {}
     for section, part in tree.items():
-        if isinstance(part, dict):
-            values.update({f"{section}.{key}": value for key, value in part.items()})
-        else:
+        if not isinstance(part, dict):
             values[section] = part
+            continue
+        for key, value in part.items():
+            if section == _TENANTS and isinstance(value, dict):
+                values.update({f"{section}.{key}.{name}": one for name, one in value.items()})
+            else:
+                values[f"{section}.{key}"] = value
     return values, {key: Origin("file", str(chosen)) for key in values}
 
 
@@ -155,6 +180,9 @@ def _environment(environ: Mapping[str, str]) -> tuple[dict[str, object], dict[st
         if name in single:
             raise ConfigError(f"{name}: not read; did you mean {single[name]}?")
         section, separator, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if section == _TENANTS:
+            tenant, _, last = key.rpartition("__")
+            key = f"{tenant}.{last}"
         if separator:
             values[f"{section}.{key}"] = value
             origins[f"{section}.{key}"] = Origin("environment", name)
@@ -184,22 +212,26 @@ def _read_tokens(values: dict[str, object], origins: dict[str, Origin]) -> None:
 
 
 def _build(values: Mapping[str, object], origins: Mapping[str, Origin]) -> Effective:
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, Any] = {}
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
+        *path, name = _split(key)
+        part = tree
+        for step in path:
+            part = part.setdefault(step, {})
+        part[name] = value
     derived = derive(dict(tree))
+    named = [key for tenant in tree.get(_TENANTS, ()) for key in tenant_keys(tenant)]
     complete = {
         key: origins.get(key) or Origin("derived" if _holds(derived, key) else "default")
-        for key in keys()
+        for key in (*keys(), *named)
     }
     try:
         config = Config.model_validate(derived)
     except ValidationError as error:
         raise ConfigError("\n".join(_explained(error, complete))) from None
     broken = [
-        f"{named[0]}: {sentence} ({_from(named, complete)})"
-        for named, sentence in complaints(config)
+        f"{concerned[0]}: {sentence} ({_from(concerned, complete)})"
+        for concerned, sentence in complaints(config)
     ]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -219,7 +251,8 @@ def _from(named: Iterable[str], origins: Mapping[str, Origin]) -> str:
 def _explained(error: ValidationError, origins: Mapping[str, Origin]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False, include_input=False):
-        key = ".".join(str(part) for part in problem["loc"][:2])
+        depth = 3 if problem["loc"][:1] == (_TENANTS,) else 2
+        key = ".".join(str(part) for part in problem["loc"][:depth])
         message = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{key}: {message} (from {origins.get(key, 'default')})")
     return lines

@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 import kvstore
-from kvstore.sources import keys, load
+from kvstore.sources import keys, load, tenant_keys
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -93,11 +93,11 @@ def test_every_key_of_the_configuration_is_described() -> None:
     described: list[str] = []
     section = ""
     for line in text.splitlines():
-        if heading := re.match(r"### `\[(\w+)\]`", line):
+        if heading := re.match(r"### `\[([\w.]+)\]`", line):
             section = heading[1]
         elif section and (row := re.match(r"\| `(\w+)` \|", line)):
             described.append(f"{section}.{row[1]}")
-    assert described == keys()
+    assert described == [*keys(), *tenant_keys("NAME")]
 
 
 def test_toml_in_the_configuration_page_loads(tmp_path: Path) -> None:

@@ -90,12 +90,14 @@ class Peer:
         transport: str = "tcp",
         shard: int = 0,
         offer: dict[str, object] | None = None,
+        token: str | None = None,
+        tenant: str | None = None,
     ) -> Welcome:
-        """Open the session."""
+        """Open the session; ``tenant`` is who it says to be, if not whose the namespace is."""
         hello = Hello(
             PROTOCOL_VERSION,
-            namespace.tenant,
-            None,
+            tenant or namespace.tenant,
+            token,
             dict(namespace.describe()),
             shard,
             [transport],

@@ -43,7 +43,7 @@ class SharedPeer(Peer):
         if number not in self._maps:
             self.send(request_header(0xFFFF, 5000, Segments([number])))
             # A look at the first byte takes the descriptors; the bytes are received as ever.
-            fds = _peek_fds(self.sock)
+            fds = peek_fds(self.sock)
             header, _ = self.receive()
             assert header[:2] == [0xFFFF, 0], header
             self._maps[number] = mmap.mmap(fds[0], header[2][1])
@@ -90,7 +90,7 @@ class SharedPeer(Peer):
         self.send([0, Release.op, 0, list(leases)])
 
 
-def _peek_fds(sock: socket.socket) -> list[int]:
+def peek_fds(sock: socket.socket) -> list[int]:
     """Take the descriptors that come with the next byte, and leave the byte."""
     size = socket.CMSG_SPACE(array.array("i").itemsize * 8)
     _, ancillary, _, _ = sock.recvmsg(1, size, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)

@@ -20,7 +20,7 @@ from tests.kvstore.directory.servers import RedisServer, cluster, require_redis
 Make = Callable[[str], Directory]
 """Makes a node's view of the pool, not yet opened; it is closed when the test ends."""
 
-QUICK = Pace(heartbeat=0.2, flush=0.001, full=0.3, sweep=0.2, grace=5.0)
+QUICK = Pace(heartbeat=0.3, flush=0.001, full=0.3, sweep=0.2, grace=5.0)
 
 _pools = itertools.count()
 

@@ -28,7 +28,10 @@ from tests.kvstore.directory.pools import (
 from tests.kvstore.directory.servers import RedisServer
 
 BLOCKS = chain("a", 40)
-SWEEPING = replace(QUICK, grace=0.2)
+SWEEPING = replace(QUICK, heartbeat=0.5, grace=0.2)
+
+PATIENCE = 3.0
+"""Seconds that something may take beyond its time where other tests run beside it."""
 
 
 async def _pair(node: Join, **options: Any) -> tuple[RedisDirectory, RedisDirectory]:
@@ -41,23 +44,22 @@ async def _pair(node: Join, **options: Any) -> tuple[RedisDirectory, RedisDirect
     return first, second
 
 
-async def _asked(directory: Directory, seconds: float) -> tuple[str | None, float]:
-    """How a lookup failed, and how long it took."""
+async def _asked(directory: Directory, seconds: float) -> str | None:
+    """How a lookup failed, which took about as long as it may at most."""
     began = time.monotonic()
     found = await reach(directory, BLOCKS, seconds=seconds)
     assert found.failure is None or (found.blocks, found.owners) == (0, ())
-    return found.failure, time.monotonic() - began
+    assert time.monotonic() - began < seconds + PATIENCE
+    return found.failure
 
 
 async def _closes(directory: Directory) -> None:
-    """Lookups fail; after the first, they fail at once."""
-    failure, took = await _asked(directory, 0.1)
-    assert failure in ("deadline_exceeded", "unavailable")
-    assert took < 0.3
-    began = time.monotonic()
+    """Lookups fail; after the first, they are not tried."""
+    assert await _asked(directory, 0.1) in ("deadline_exceeded", "unavailable")
+    tried = directory.statistics.failures["reach", "deadline_exceeded"]
     for _ in range(100):
-        assert (await _asked(directory, 0.1))[0] == "unavailable"
-    assert time.monotonic() - began < 0.1
+        assert await _asked(directory, 0.1) == "unavailable"
+    assert directory.statistics.failures["reach", "deadline_exceeded"] == tried
     assert directory.statistics.refused >= 100
 
 
@@ -67,8 +69,8 @@ async def test_redis_is_down_at_the_start(node: Join, server: RedisServer) -> No
     began = time.monotonic()
     await first.open()
     await second.open(lambda: iter([places(BLOCKS)]))
-    assert time.monotonic() - began < 0.5
-    assert (await _asked(first, 5.0))[0] == "unavailable"
+    assert time.monotonic() - began < PATIENCE
+    assert await _asked(first, 5.0) == "unavailable"
     store(second, BLOCKS[:3])
     await asyncio.sleep(0.3)
     assert first.me is None
@@ -102,7 +104,7 @@ async def test_redis_hangs_for_longer_than_a_lease(node: Join, server: RedisServ
             second.removed(place)
         store(second, came)
         await asyncio.sleep(QUICK.lease / 1000 + 0.3)
-        assert (await _asked(first, 0.1))[0] == "unavailable"
+        assert await _asked(first, 0.1) == "unavailable"
     await until_reach(first, came, 7)
     await until_reach(first, BLOCKS, len(BLOCKS) - len(gone))
     # Nobody died, so nobody is another member, and nothing has to be told again.
@@ -114,11 +116,9 @@ async def test_late_answers_close_the_way_until_they_are_fast_again(
     node: Join, server: RedisServer
 ) -> None:
     first, _ = await _pair(node)
-    server.do("CLIENT", "PAUSE", 700, "ALL")
-    failure, took = await _asked(first, 0.05)
-    assert failure == "deadline_exceeded"
-    assert took < 0.2
-    assert (await _asked(first, 0.05))[0] == "unavailable"
+    with server.stopped():
+        await _closes(first)
+        assert first.statistics.operations["probe"] == 0
     await until_reach(first, BLOCKS, len(BLOCKS))
     assert first.statistics.operations["probe"] >= 1
 
@@ -126,7 +126,7 @@ async def test_late_answers_close_the_way_until_they_are_fast_again(
 async def test_a_lookup_without_time_says_nothing_of_redis(node: Join) -> None:
     first, _ = await _pair(node)
     for seconds in (-1.0, 0.0, 0.0001):
-        assert (await _asked(first, seconds))[0] == "deadline_exceeded"
+        assert await _asked(first, seconds) == "deadline_exceeded"
     assert (await reach(first, BLOCKS)).blocks == len(BLOCKS)
 
 
@@ -174,12 +174,14 @@ async def test_a_full_redis_refuses_blocks_and_nothing_else(
     third = node("three")
     await third.open()
     await joined(first, second, third)
+    numbers = number(first), number(second), number(third)
     for place in reversed(places(BLOCKS)[30:]):
         second.removed(place)
     await until_reach(first, BLOCKS, 30)
     await asyncio.sleep(2 * QUICK.lease / 1000)
-    assert len(first.members) == 2
-    assert first.statistics.joins == second.statistics.joins == 1
+    await joined(first, second, third)
+    assert (number(first), number(second), number(third)) == numbers
+    assert not [key for key in first.statistics.failures if key[0] in ("beat", "join")]
     # With room again, all is told again after a while; the inventory still has it all.
     server.do("CONFIG", "SET", "maxmemory", 0)
     await until_reach(first, BLOCKS, len(BLOCKS))
@@ -219,7 +221,7 @@ async def test_a_wrong_password_is_put_right_without_a_restart(
     await first.open()
     await second.open(lambda: iter([places(BLOCKS)]))
     await until(lambda: first.statistics.failures["join", "access_denied"] > 0)
-    assert (await _asked(first, 5.0))[0] == "unavailable"
+    assert await _asked(first, 5.0) == "unavailable"
     path.unlink()
     await asyncio.sleep(0.3)
     path.write_text("right\n")

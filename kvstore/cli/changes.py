@@ -50,6 +50,7 @@ def pin(
         str | None, typer.Option("--ttl", help="Lifetime, such as 1h; without, until unpinned.")
     ] = None,
     namespace: Namespace = None,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -70,7 +71,7 @@ def pin(
         name = await find_block(node, block, namespace)
         return await node.pin(name.namespace, name.hash, seconds)
 
-    report = ask(Remote(control, config, timeout), question)
+    report = ask(Remote(control, config, timeout, node), question)
     if as_json:
         print_json(report)
     else:
@@ -78,11 +79,14 @@ def pin(
 
 
 def pins(
-    as_json: AsJson = False, control: Control = None, config: ConfigFile = None,
+    node: NodeName = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
     timeout: Timeout = 10.0,
-) -> None:  # fmt: skip
+) -> None:
     """List the prefixes that operators have pinned."""
-    found = ask(Remote(control, config, timeout), lambda node: node.pins())
+    found = ask(Remote(control, config, timeout, node), lambda client: client.pins())
     if as_json:
         print_json(found)
     else:
@@ -108,6 +112,7 @@ def _pin_table(found: "Sequence[PinReport]") -> "Table":
 def unpin(
     block: Block,
     namespace: Namespace = None,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -123,7 +128,7 @@ def unpin(
         name = await find_block(node, block, namespace)
         return await node.unpin(name.namespace, name.hash)
 
-    removal = ask(Remote(control, config, timeout), question)
+    removal = ask(Remote(control, config, timeout, node), question)
     if as_json:
         print_json(removal)
     else:
@@ -177,6 +182,7 @@ def flush(
         str,
         typer.Argument(metavar="TIER", help="dram or ssd.", autocompletion=offered("dram", "ssd")),
     ],
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -188,7 +194,7 @@ def flush(
     """
     screen = console(errors=True)
     with screen.status(f"emptying {tier}") if screen.is_terminal else nullcontext():
-        removal = ask(Remote(control, config, timeout), lambda node: node.flush(tier))
+        removal = ask(Remote(control, config, timeout, node), lambda client: client.flush(tier))
     _conclude(f"Emptied {tier} of", removal, as_json=as_json)
 
 

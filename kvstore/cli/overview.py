@@ -75,13 +75,16 @@ def sessions(count: int, transports: Mapping[str, int]) -> str:
 
 
 def namespaces(
-    as_json: AsJson = False, control: Control = None, config: ConfigFile = None,
+    node: NodeName = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
     timeout: Timeout = 10.0,
-) -> None:  # fmt: skip
+) -> None:
     """List the namespaces that the node knows, those with most bytes first."""
     from kvstore.units import format_size
 
-    found = ask(Remote(control, config, timeout), lambda node: node.namespaces())
+    found = ask(Remote(control, config, timeout, node), lambda client: client.namespaces())
     if as_json:
         print_json(found)
         return
@@ -113,6 +116,7 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds between samples.")
     ] = 1.0,
+    node: NodeName = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -129,6 +133,6 @@ def top(
     from kvstore.cli.watch import watch
 
     ask(
-        Remote(control, config, timeout),
-        lambda node: watch(node, interval=interval, once=once, as_json=as_json),
+        Remote(control, config, timeout, node),
+        lambda client: watch(client, interval=interval, once=once, as_json=as_json),
     )

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.cli.output import console, counted, print_json, share, table, tier_table
 from kvstore.control.interface import ControlTarget, Snapshot
@@ -12,6 +12,8 @@ from kvstore.units import format_duration, format_size
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
+
+N = TypeVar("N", int, float)
 
 
 async def watch(node: ControlTarget, *, interval: float, once: bool, as_json: bool) -> None:
@@ -41,8 +43,9 @@ async def watch(node: ControlTarget, *, interval: float, once: bool, as_json: bo
 def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """What ``top --json`` prints: rates per second between two snapshots, and the state after.
 
-    ``hit_rate`` is the share of the blocks that match asked for and that were held, ``hit_share``
-    that of the blocks that get asked for and found; None where none was asked for.
+    ``hit_rate`` is the share of the blocks that match asked for and that were held, here or by
+    another node of the pool; ``hit_share`` that of the blocks that get asked for and found. None
+    where none was asked for.
     """
     seconds = after.clock - before.clock
     hits, misses = (
@@ -55,7 +58,7 @@ def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "matched_per_second": matched,
-        "hit_rate": matched.get("held", 0.0) / asked if asked else None,
+        "hit_rate": _held(matched) / asked if asked else None,
         "lookups_per_second": lookups,
         "hit_share": sum(hits.values()) / lookups if lookups else None,
         "hits_per_second": hits,
@@ -71,6 +74,10 @@ def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         "latencies": after.latencies,
         "tiers": after.tiers,
     }
+
+
+def _held(matched: Mapping[str, N]) -> N | int:
+    return matched.get("held", 0) + matched.get("remote", 0)
 
 
 def _rate(before: int, after: int, seconds: float) -> float:
@@ -136,7 +143,7 @@ def _block_rows(changed: dict[str, Any], after: Snapshot) -> list[tuple[object, 
     )
     asked = sum(after.matched.values())
     return [
-        ("hit rate", _percent(changed["hit_rate"]), share(after.matched.get("held", 0), asked)),
+        ("hit rate", _percent(changed["hit_rate"]), share(_held(after.matched), asked)),
         (
             "found by get",
             _percent(changed["hit_share"]),

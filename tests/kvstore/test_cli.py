@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,13 @@ def test_rates_of_a_node_that_was_restarted_are_not_negative() -> None:
     seen = watch.changes(later, fresh)
     assert seen["lookups_per_second"] == 0
     assert seen["hit_share"] is None
+
+
+def test_what_others_hold_is_a_hit() -> None:
+    before = replace(asyncio.run(FakeTarget().snapshot()), clock=0.0, matched={})
+    matched = {"held": 1, "remote": 2, "absent": 1}
+    after = replace(before, clock=1.0, matched=matched)
+    assert watch.changes(before, after)["hit_rate"] == 0.75
 
 
 def test_a_daemon_that_is_not_there_is_status_three(

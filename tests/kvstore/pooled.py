@@ -168,11 +168,12 @@ class Pool:
 
 @contextmanager
 def pool(directory: Path, number: int, **sections: dict[str, Any]) -> Iterator[Pool]:
-    """A pool of daemons with 8 MiB of DRAM each, unless told otherwise."""
+    """A pool of daemons, each on a machine of its own, with 8 MiB of DRAM unless told otherwise."""
     configs = []
     for at in range(number):
         node = {"name": f"node{at}"} | sections.get("node", {})
-        merged = {"listen": LISTEN} | sections | {"node": node}
+        cluster = {"host": f"host{at}"} | sections.get("cluster", {})
+        merged = {"listen": LISTEN} | sections | {"node": node, "cluster": cluster}
         configs.append(make_config(directory / f"node{at}", **merged))
     running = Pool()
     running.open(configs)

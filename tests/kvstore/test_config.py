@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import logs, sources, units
+from kvstore.accounts import Quota
 from kvstore.config import Config, LogSection
 from kvstore.errors import ConfigError
 from kvstore.sources import Effective, load
@@ -346,3 +347,39 @@ def test_console_logs_have_no_colour_when_piped(stream: io.StringIO) -> None:
     assert "quiet" not in stream.getvalue()
     assert "loud" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+def test_tenants_from_every_source(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_text('[tenants.a]\ndram = "1GiB"\nssd = "off"\n[tenants."*"]\ndram = "2GiB"\n')
+    effective = load(
+        path,
+        flags={"tenants.with.dots.ssd": "3GiB"},
+        environ={"KVSTORE_TENANTS__A_B__DRAM": "4GiB", "KVSTORE_TENANTS__A__DRAM": "5GiB"},
+    )
+    assert effective.config.quotas == {
+        "a": Quota(5 << 30, None),
+        "*": Quota(2 << 30, None),
+        "with.dots": Quota(None, 3 << 30),
+        "a_b": Quota(4 << 30, None),
+    }
+    rows = {key: (value, str(origin)) for key, value, origin in effective.rows()}
+    assert rows["tenants.a.dram"] == (5 << 30, "environment KVSTORE_TENANTS__A__DRAM")
+    assert rows["tenants.*.dram"] == (2 << 30, f"file {path}")
+    assert rows["tenants.with.dots.ssd"] == (3 << 30, "flag --set tenants.with.dots.ssd")
+    assert rows["tenants.a_b.token_file"] == (None, "default")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"tenants.a.drm": 1}, r"tenants\.a\.drm: unknown key .*did you mean tenants\.a\.dram"),
+        ({"tenants.a": 1}, r"tenants\.a: unknown key"),
+        ({"tenants": 1}, r"tenants: unknown key"),
+        ({"tenants.a.dram": "much"}, r"tenants\.a\.dram: expected a size.*--set tenants\.a\.dram"),
+        ({"tenants.*.token_file": "/x"}, r"tenants\.\*\.token_file: .*auth\.session_token_file"),
+    ],
+)
+def test_impossible_tenants(flags: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(flags=flags, environ={})

@@ -230,7 +230,11 @@ class Daemon:
         scheme = "https" if config.tls.on else "http"
         if config.listen.control is not None:
             events = EventService(
-                Events(self.node.index), config.node.name, self.incarnation, self._count_fault
+                Events(self.node.index),
+                config.node.name,
+                self.incarnation,
+                self.metrics,
+                self._count_fault,
             )
             stack.callback(events.close)
             control = ControlServer(

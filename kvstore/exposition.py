@@ -166,6 +166,7 @@ class MetricsCollector(Collector):
             ("sessions", "Sessions open.", seen.sessions),
             ("pins", "Pins held by sessions and administrators.", seen.pins),
             ("reservations", "Blocks reserved and not yet committed.", seen.reservations),
+            ("followers", "Followers of the node's events.", seen.followers),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
         transports = GaugeMetricFamily(
@@ -176,6 +177,12 @@ class MetricsCollector(Collector):
         yield transports
         yield _counter(
             "kvstore_sessions_opened", "Sessions accepted.", (), [((), seen.sessions_opened)]
+        )
+        yield _counter(
+            "kvstore_follower_failures",
+            "Followers too slow for events: some were lost to them (gap), or they were cut off.",
+            ("reason",),
+            [((reason,), seen.follower_failures[reason]) for reason in ("gap", "stuck")],
         )
 
     def _pool(self) -> Iterator[Metric]:

@@ -173,6 +173,10 @@ class Metrics:
     """Pins held now, by sessions and administrators together."""
     reservations: int = 0
     """Blocks reserved and not yet committed."""
+    followers: int = 0
+    """Who follows the node's events now."""
+    follower_failures: Counter[Literal["gap", "stuck"]] = field(default_factory=Counter)
+    """Followers that were too slow: events were lost to them, or they were cut off."""
     internal_errors: int = 0
     """Exceptions caught at a boundary that names them; anything above 0 is a bug."""
 

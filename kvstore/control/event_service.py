@@ -14,6 +14,7 @@ from kvstore.control.events_grpc import EventsBase
 from kvstore.entry import IN_DRAM, IN_SSD, ShardIndex
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.events import Batch, Events, Follower, Word
+from kvstore.metrics import Metrics
 
 MOST_FOLLOWERS: Final = 64
 """Followers of one node; each costs it a few microseconds an event."""
@@ -41,6 +42,7 @@ class EventService(EventsBase):
         events: of the node.
         name: the node's.
         incarnation: of this start.
+        metrics: is counted into.
         on_fault: called for every exception that is not one of ``kvstore.errors``, to count it.
         heartbeat: seconds after which a follower hears from the node though nothing happens.
         patience: seconds in which a follower must take a message.
@@ -53,6 +55,7 @@ class EventService(EventsBase):
         events: Events,
         name: str,
         incarnation: str,
+        metrics: Metrics,
         on_fault: Callable[[], None] = lambda: None,
         *,
         heartbeat: float = 3.0,
@@ -62,6 +65,7 @@ class EventService(EventsBase):
         self._events = events
         self._name = name
         self._incarnation = incarnation
+        self._metrics = metrics
         self._on_fault = on_fault
         self._heartbeat = heartbeat
         self._patience = patience
@@ -93,10 +97,12 @@ class EventService(EventsBase):
             mine = request.after.incarnation == self._incarnation
             position = request.after.sequence if mine else 0
         self._stay()
+        self._metrics.followers += 1
         return self._events.follow(position, namespaces, snapshot=not request.from_now)
 
     def _part(self, follower: Follower) -> None:
         follower.close()
+        self._metrics.followers -= 1
         if not self._events.followers:
             loop = asyncio.get_running_loop()
             self._ending = loop.call_later(self._linger, self._events.rest)
@@ -113,6 +119,7 @@ class EventService(EventsBase):
         due = clock() + self._heartbeat
         while True:
             batches = follower.take()
+            self._metrics.follower_failures["gap"] = self._events.gaps
             if not batches and not await _happens(follower, due - clock()):
                 batches = [follower.heartbeat()]
             for batch in batches:
@@ -126,6 +133,7 @@ class EventService(EventsBase):
             async with asyncio.timeout(self._patience):
                 await stream.send_message(self._encode(batch))
         except TimeoutError as error:
+            self._metrics.follower_failures["stuck"] += 1
             _log.warning("follower too slow", seconds=self._patience, peer=stream.peer.addr())
             await _break_off(stream)
             raise Unavailable(f"the follower took nothing for {self._patience:g} s") from error

@@ -24,6 +24,7 @@ from kvstore.control.server import ControlServer
 from kvstore.entry import Entry
 from kvstore.errors import AccessDenied, InvalidRequest, OutOfSpace, Unavailable
 from kvstore.events import Events
+from kvstore.metrics import Metrics
 from kvstore.units import Address
 from tests.kvstore.test_events import held_by, known_by
 from tests.kvstore.test_index import block_hash, chain, new_index
@@ -39,8 +40,14 @@ class Told:
         self.index, self.shard = new_index()
         self.events = Events(self.index, capacity)
         self.faults: list[None] = []
+        self.metrics = Metrics()
         self.service = EventService(
-            self.events, "node-1", incarnation, lambda: self.faults.append(None), **times
+            self.events,
+            "node-1",
+            incarnation,
+            self.metrics,
+            lambda: self.faults.append(None),
+            **times,
         )
         self.server: ControlServer
         self._numbers = count()
@@ -52,7 +59,7 @@ class Told:
     async def stop(self) -> None:
         await self.server.close()
         self.service.close()
-        assert self.events.followers == 0
+        assert self.events.followers == self.metrics.followers == 0
         assert self.index.observers == ()
         assert self.faults == []
 
@@ -202,6 +209,7 @@ async def test_many_follow_one_node() -> None:
             await asyncio.sleep(0)
         for one in followers:
             await until(agrees(one, node))
+        assert node.metrics.followers == 12
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -264,7 +272,7 @@ async def test_a_follower_that_is_too_slow_is_told_so_and_recovers() -> None:
         while not (known.complete and known.sequence == node.events.sequence):
             await read()
         assert known_by(known) == held_by(node.index)
-        assert node.events.gaps >= 1
+        assert node.metrics.follower_failures["gap"] == node.events.gaps >= 1
         assert words.count("reset") == 1 + node.events.gaps
 
 
@@ -281,6 +289,7 @@ async def test_a_follower_that_takes_nothing_is_let_go() -> None:
 
         with pytest.raises(StreamTerminatedError):
             await neglect()
+        assert node.metrics.follower_failures["stuck"] == 1
         # The connection is good for another call.
         async with lazy_stream(channel) as stream, asyncio.timeout(PATIENCE):
             assert (await stream.recv_message()).word == pb.EventBatch.RESET

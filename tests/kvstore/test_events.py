@@ -17,6 +17,7 @@ from kvstore.entry import IN_DRAM, IN_SSD, Entry, ShardIndex
 from kvstore.events import STEP, Batch, Change, Events, Follower, Word
 from kvstore.identity import ROOT_PARENT, Namespace
 from kvstore.index import Index, TierName
+from kvstore.metrics import Metrics
 from tests.kvstore.test_index import BLOCK, block_hash, chain, new_index
 from tiers.policies import make_policy
 
@@ -77,7 +78,7 @@ class Reader:
         self.namespaces = namespaces
         self.map = BlockMap()
         self.follower: Follower | None = None
-        self._wire = EventService(events, "node", incarnation)
+        self._wire = EventService(events, "node", incarnation, Metrics())
 
     def connect(self) -> None:
         position = self.map.position
@@ -424,7 +425,7 @@ def test_a_prefix_ends_where_a_shard_lacks_a_block_and_is_as_slow_as_the_slowest
     shards = [index.shard(namespace.fingerprint, number, BLOCK) for number in range(2)]
     first = chain(index, shards[0], range(4))
     follower = events.follow()
-    wire = EventService(events, "node", "i")
+    wire = EventService(events, "node", "i", Metrics())
 
     def prefix() -> tuple[str, ...]:
         while batches := follower.take():

@@ -101,15 +101,26 @@ class Filling:
             (position, checksum) for position, checksum in checksums.items() if checksum is not None
         )
 
-    async def count_sound(self, part: Part, count: int) -> int:
+    async def count_sound(self, part: Part, count: int, sums: Sequence[int] | None = None) -> int:
         """How many blocks, of the first ``count`` of a part, come before one that is not sound.
 
         A block of which no checksum is known counts as sound.
+
+        Args:
+            part: which.
+            count: how many of it are there.
+            sums: the crc32c of each of these, where they have been computed already.
         """
         expected = [self._reservation.checksums.get(position) for position in part[:count]]
         if expected.count(None) == count:
             return count
-        return await asyncio.to_thread(_sound, expected, self.views(part))
+        if sums is None:
+            views = self.views(part[:count])
+            sums = await asyncio.to_thread(lambda: [crc32c(view) for view in views])
+        for position, (checksum, computed) in enumerate(zip(expected, sums, strict=True)):
+            if checksum not in (None, computed):
+                return position
+        return count
 
     def land(self, part: Part, count: int) -> None:
         """Make visible what can be, of a part whose first ``count`` blocks are there.
@@ -135,11 +146,3 @@ class Filling:
         changed, self._changed = self._changed, None
         if changed is not None:
             changed.set_result(None)
-
-
-def _sound(expected: Sequence[int | None], views: Sequence[memoryview]) -> int:
-    """The position of the first of ``views`` that does not have the checksum expected of it."""
-    for position, checksum in enumerate(expected):
-        if checksum is not None and crc32c(views[position]) != checksum:
-            return position
-    return len(expected)

@@ -35,6 +35,7 @@ from kvstore.protocol.messages import (
     TakeAnswer,
     Welcome,
 )
+from kvstore.sums import Sums
 from rdma.certificates import Certificates
 from rdma.errors import TransportError
 from rdma.stream import SocketStream
@@ -89,12 +90,15 @@ class Getting:
     Attributes:
         call: the request.
         named: what the transport told the peer of the memory.
-        checksums: the crc32c of each block found, once they are there, where that was asked for.
+        checksums: the crc32c that the peer says each block found has, once they are there, where
+            that was asked for.
+        sums: the crc32c of what has come of each, where it came through this process.
     """
 
     call: Call[GetAnswer]
     named: Sequence[int] | None
     checksums: Sequence[int] | None = None
+    sums: Sums | None = None
 
 
 class PeerSession:
@@ -227,7 +231,7 @@ class PeerSession:
             hashes: the blocks.
             into: the memory for each; must not be used otherwise until the call has ended.
             deadline: when to give up.
-            checksums: whether to ask for their checksums, too.
+            checksums: whether to ask for their checksums, too, and to compute those of what comes.
 
         Raises:
             KVStoreError: nothing can be asked of the peer any more.
@@ -244,10 +248,14 @@ class PeerSession:
             raise Unavailable(f"no memory can be named to the peer: {error}") from error
         try:
             request = Get(hashes, destinations=named, checksums=checksums)
-            return Getting(self._begin(request, deadline, landing), named)
+            call = self._begin(request, deadline, landing)
         except BaseException:
             transport.done(named)
             raise
+        getting = Getting(call, named)
+        if checksums and named is None:
+            call.seen = getting.sums = Sums(len(into[0]))
+        return getting
 
     async def finish(self, getting: Getting) -> bytes:
         """Wait for blocks.

@@ -259,7 +259,8 @@ class Puller:
         why: Shortfall = "" if found < 0 else "unavailable"
         if getting.checksums is not None:
             filling.expect(dict(zip(part[:count], getting.checksums, strict=False)))
-        sound = await filling.count_sound(part, count)
+        sums = None if getting.sums is None else getting.sums.done[:count]
+        sound = await filling.count_sound(part, count, sums)
         lacks = part[count] if count < len(part) else None
         if sound < count:
             _log.error("pulled block corrupt", peer=repr(self.peer), transport=session.transport)

@@ -72,6 +72,12 @@ class Changes:
         """Whether something waits that ``take`` would hand out, but for what is being told."""
         return bool(self._urgent or self._full)
 
+    def ready(self, limit: int) -> int:
+        """How many batches of up to ``limit`` changes ``take`` could hand out by and by."""
+        return sum(
+            -(-len(self._waiting[tag]) // limit) for tag in self._urgent.keys() | self._full.keys()
+        )
+
     def note(
         self, tag: bytes, name: bytes, number: int, held: bool, *, batch: int, urgent: bool = True
     ) -> None:

@@ -29,7 +29,7 @@ class Pace:
 
     heartbeat: float = 1.0
     patience: float = 2.0
-    flush: float = 0.005
+    flush: float = 0.01
     refresh: float = 600.0
     full: float = 5.0
     sweep: float = 60.0

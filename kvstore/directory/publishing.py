@@ -65,6 +65,7 @@ class Publisher:
         self._tags: dict[tuple[bytes, int], bytes] = {}
         self._told: set[bytes] = set()
         self._changed = asyncio.Event()
+        self._due_batches = 0
         self._due = float("inf")
         self._rescheduled = asyncio.Event()
         self._interrupted = False
@@ -120,22 +121,30 @@ class Publisher:
             await self._changed.wait()
             await asyncio.sleep(self._pace.flush)
             self._changed.clear()
+            self._due_batches = self._changes.ready(MOST_RECORDS)
             if all(await asyncio.gather(*(self._tell_all() for _ in range(_TELLERS)))):
                 pause = _FIRST_PAUSE
+                if self._changes.urgent:
+                    self._changed.set()
                 continue
             self._changed.set()
             await asyncio.sleep(pause * (0.5 + 0.5 * random.random()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _tell_all(self) -> bool:
-        """Tell batches until there are none; False where that did not work."""
+        """Tell the batches of this round until there are none; False where that did not work.
+
+        What comes meanwhile gathers for the next round: in a stream of changes, each alone would
+        cost Redis and this node a call.
+        """
         while True:
             me = self._membership.me
             if me is None or self._changes.overflowed:
                 return not self._changes.urgent
-            batch = self._changes.take(MOST_RECORDS)
+            batch = self._changes.take(MOST_RECORDS) if self._due_batches > 0 else None
             if batch is None:
                 return True
+            self._due_batches -= 1
             if not await self._tell(batch, me.number):
                 return False
 

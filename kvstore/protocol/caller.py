@@ -100,6 +100,7 @@ class Call(Generic[A]):
         request_id: its number on this connection.
         request: what was asked.
         deadline: when the caller gives up, on the owner's clock.
+        seen: called with each piece of the sink's memory once it is filled.
         done: whether it has an answer or an error.
         fds: file descriptors that came with the answer; the owner's to close.
         context: the owner's, for instance a future.
@@ -115,6 +116,7 @@ class Call(Generic[A]):
         "fds",
         "request",
         "request_id",
+        "seen",
         "sink",
     )
 
@@ -129,6 +131,7 @@ class Call(Generic[A]):
         self.request = request
         self.deadline = deadline
         self.sink = sink
+        self.seen: Callable[[memoryview], object] | None = None
         self.done = False
         self.abandoned = False
         self.fds: list[int] = []
@@ -427,7 +430,7 @@ class Caller:
                 raise ProtocolError(f"a payload of {payload_length} bytes does not fit the answer")
             if payload_length:
                 self._landing = (call, answer)
-                return self._decoder.receive_into(views)
+                return self._decoder.receive_into(views, call.seen)
         self._finish(call, answer, done)
         return []
 

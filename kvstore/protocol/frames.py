@@ -12,7 +12,7 @@ Every length is checked against its bound before anything is allocated for it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -46,6 +46,8 @@ _SIGNATURE: Final = _MAGIC | _VERSION << 16
 """Magic, version and flags as one number."""
 _STAGING: Final = 16 << 10
 _SCRATCH: Final = 256 << 10
+_SEEN_AT_ONCE: Final = 512 << 10
+"""Bytes of a payload that are read before somebody looks at them: they are in the cache then."""
 _MAX_ITEMS: Final = 1 << 16
 _MAX_TEXT: Final = 16 << 10
 _NOWHERE: Final = memoryview(bytearray())
@@ -148,6 +150,7 @@ class FrameDecoder:
         "_filled",
         "_payload_left",
         "_scratch",
+        "_seen",
         "_sink",
         "_staging",
         "_taken",
@@ -169,6 +172,7 @@ class FrameDecoder:
         self._payload_left = 0
         self._undecided = False
         self._sink: list[memoryview] | None = None
+        self._seen: Callable[[memoryview], object] | None = None
         self._scratch: memoryview | None = None
         self._error: ProtocolError | None = None
         self._ended = False
@@ -185,7 +189,8 @@ class FrameDecoder:
         left = self._payload_left
         if left:
             if self._sink is not None:
-                return self._sink[-1]
+                view = self._sink[-1]
+                return view if self._seen is None else view[:_SEEN_AT_ONCE]
             return self._scratch_memory()[:left]
         return self._staging[self._filled :] if self._filled else self._staging
 
@@ -221,11 +226,15 @@ class FrameDecoder:
         self._sink = None
         self._scratch = None
 
-    def receive_into(self, views: Sequence[memoryview]) -> list[Event]:
+    def receive_into(
+        self, views: Sequence[memoryview], seen: Callable[[memoryview], object] | None = None
+    ) -> list[Event]:
         """Name the memory for the payload that was announced last.
 
         Args:
             views: writable views of single bytes whose lengths add up to the payload's.
+            seen: called with each piece of that memory once it is filled, in order, each within
+                one of the views. The rest of the payload waits meanwhile.
 
         Returns:
             What the bytes that had come already completed, in order.
@@ -240,6 +249,7 @@ class FrameDecoder:
         if any(view.readonly or view.itemsize != 1 or view.ndim != 1 for view in views):
             raise ValueError("the views must be writable and made of single bytes")
         self._undecided = False
+        self._seen = seen
         self._sink = [view for view in reversed(views) if len(view)]
         return self._drain_staging()
 
@@ -282,9 +292,10 @@ class FrameDecoder:
             start += step
             self._advance(sink, step)
 
-    @staticmethod
-    def _advance(sink: list[memoryview], number: int) -> None:
+    def _advance(self, sink: list[memoryview], number: int) -> None:
         view = sink[-1]
+        if self._seen is not None:
+            self._seen(view[:number])
         if number == len(view):
             sink.pop()
         else:

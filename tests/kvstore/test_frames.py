@@ -243,6 +243,34 @@ def test_nothing_is_read_while_a_payload_waits_for_memory() -> None:
     assert memory == b"abc"
 
 
+@given(
+    st.lists(st.integers(1, 700_000), min_size=1, max_size=4),
+    st.lists(st.integers(1, 600_000), max_size=12),
+)
+def test_each_piece_is_shown_once_it_is_there(sizes: list[int], chunks: list[int]) -> None:
+    payload = bytes(range(251)) * (sum(sizes) // 251 + 1)
+    payload = payload[: sum(sizes)]
+    views = [memoryview(bytearray(size)) for size in sizes]
+    shown: list[bytes] = []
+    decoder = FrameDecoder()
+    data = encode([1], len(payload)) + payload + encode([2])
+    ends, pending = [], list(chunks)
+    while data:
+        buffer = decoder.get_buffer()
+        size = min(len(buffer), len(data), pending.pop(0) if pending else len(data))
+        buffer[:size] = data[:size]
+        data = data[size:]
+        events = decoder.buffer_updated(size)
+        if decoder.awaiting_sink:
+            events += decoder.receive_into(views, lambda piece: shown.append(bytes(piece)))
+        ends += events
+    assert b"".join(shown) == payload
+    # Whoever adds up needs to know where one view ends and the next begins.
+    edges = {sum(sizes[:number]) for number in range(1, len(sizes) + 1)}
+    assert edges <= {sum(map(len, shown[:number])) for number in range(1, len(shown) + 1)}
+    assert ends[-2:] == [PayloadReceived(), HeaderReceived([2], 0)]
+
+
 def test_discarding_half_way_leaves_the_memory_alone() -> None:
     decoder = FrameDecoder()
     head = encode([1], 100_000)

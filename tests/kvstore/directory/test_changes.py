@@ -152,3 +152,18 @@ def test_records_name_this_node_and_others() -> None:
     assert first[:1] + first[1:-4] == b"S" + _NAMES[1]
     assert second[:1] + second[1:-4] == b"R" + _NAMES[2]
     assert unpack_numbers(first[-4:] + second[-4:]) == (7, 9)
+
+
+def test_as_many_batches_are_ready_as_can_be_taken() -> None:
+    changes = Changes()
+    for tag, number in ((_TAGS[0], 7), (_TAGS[1], 2)):
+        for at in range(number):
+            changes.note(tag, bytes([at]) * NAME_BYTES, 0, True, batch=_LIMIT)
+    changes.note(_TAGS[2], _NAMES[0], 0, True, batch=_LIMIT, urgent=False)
+    assert changes.ready(_LIMIT) == 4
+    taken = 0
+    while (batch := changes.take(_LIMIT)) is not None:
+        changes.told(batch)
+        taken += 1
+        assert changes.ready(_LIMIT) == 4 - taken
+    assert taken == 4

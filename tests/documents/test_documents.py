@@ -66,6 +66,13 @@ def test_make_targets_exist(document: Path) -> None:
     assert set(named) <= targets
 
 
+def test_every_failure_of_a_pool_that_is_tried_is_described() -> None:
+    named = re.findall(r"`(test_[a-z_]+)`", (ROOT / "docs/operations.md").read_text())
+    files = (ROOT / "tests/kvstore/pool_failures").glob("test_*.py")
+    tried = [name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())]
+    assert sorted(named) == sorted(tried)
+
+
 @every_document
 def test_python_examples_are_python(document: Path) -> None:
     for body in _fenced(document, "python"):

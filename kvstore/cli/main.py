@@ -30,6 +30,7 @@ _GROUPS: Final = (
     "cluster",
     "blocks",
     "changes",
+    "draining",
     "events",
     "diagnosis",
     "replay",

@@ -16,16 +16,20 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
 
 from examples.prefill_decode.proxy import engine_url
 from examples.router.choice import Offer, candidates, hashes_of, offer, order, tokens_of
+from kvstore.config import TlsSection
+from kvstore.control.channel import ControlChannel
 from kvstore.control.client import ControlClient
 from kvstore.control.event_client import EventClient, Following
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.identity import Namespace
+from kvstore.tls import reaching
 from kvstore.units import Address, parse_address
 
 logger = logging.getLogger("router")
@@ -37,10 +41,13 @@ CONNECT: Final = ClientTimeout(total=None, sock_connect=2.0)
 """An answer may take long, but an engine that is there accepts at once."""
 TOKENIZE: Final = ClientTimeout(total=2.0)
 """For an engine to say of which tokens a text is."""
+TLS: Final = ("ca", "certificate", "key")
+"""Options that name files, as the keys of a node's ``[tls]``."""
 ASK_AGAIN_SECONDS: Final = 5.0
 """Between two questions for what a namespace is that the node has not told of yet."""
 
 Body: TypeAlias = dict[str, Any]
+C = TypeVar("C", bound=ControlChannel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class Options:
 
     engines: Sequence[tuple[str, Address]]
     token: str | None = None
+    tls: TlsSection | None = None
     most_ahead: int = 8
     max_body: int = 8 << 20
 
@@ -80,8 +88,13 @@ class Router:
         self._session: ClientSession
 
     def _engine(self, url: str, node: Address) -> Engine:
-        token = self._options.token
-        return Engine(url, node, Following(lambda: EventClient(node, token=token)))
+        return Engine(url, node, Following(lambda: self._reach(node, EventClient)))
+
+    def _reach(self, node: Address, kind: type[C]) -> C:
+        tls = self._options.tls
+        # Made anew for each connection, as certificates are renewed.
+        context = None if tls is None else reaching(tls)
+        return kind(node, token=self._options.token, context=context)
 
     async def connected(self, application: web.Application) -> AsyncIterator[None]:
         """Follow the nodes, and have connections to engines, for as long as it runs."""
@@ -109,7 +122,7 @@ class Router:
             return
         engine.asked = time.monotonic()
         try:
-            async with ControlClient(engine.node, token=self._options.token) as node:
+            async with self._reach(engine.node, ControlClient) as node:
                 reports = await node.namespaces()
             for report in reports:
                 if report.description:
@@ -279,12 +292,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option("--most-ahead", type=int, default=8,
            help="requests that an engine may have more than the least busy one")  # fmt: skip
     option("--max-body", type=int, default=8 << 20, help="bytes that a request may have")
+    for name in TLS:
+        option(f"--{name}", type=Path, metavar="FILE", help="for nodes that speak TLS")
     option("--host", default="127.0.0.1")
     option("--port", type=int, default=8000)
     given = vars(parser.parse_args(arguments))
     host, port = given.pop("host"), given.pop("port")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    options = Options(**given, token=os.environ.get("KVSTORE_AUTH__CONTROL_TOKEN"))
+    files = {name: path for name in TLS if (path := given.pop(name)) is not None}
+    tls = TlsSection(**files) if files else None
+    options = Options(**given, tls=tls, token=os.environ.get("KVSTORE_AUTH__CONTROL_TOKEN"))
     application = make_application(Router(options), options.max_body)
     web.run_app(application, host=host, port=port, handler_cancellation=True, access_log=None)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, Remote, ask
+from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, NodeName, Remote, ask
 from kvstore.cli.output import print_json, short
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def events(
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
+    node: NodeName = None,
     timeout: Annotated[
         float,
         typer.Option(
@@ -49,8 +50,8 @@ def events(
     --snapshot what the node holds is printed anew. Ends with Ctrl-C, or when the node stops.
     """
     ask(
-        Remote(control, config, timeout),
-        lambda node: _follow(node, namespace, once=once, held=snapshot or once, as_json=as_json),
+        Remote(control, config, timeout, node),
+        lambda asked: _follow(asked, namespace, once=once, held=snapshot or once, as_json=as_json),
     )
 
 

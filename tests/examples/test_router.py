@@ -14,8 +14,10 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 import kvstore
+from examples.router import router
 from examples.router.choice import Offer, candidates, hashes_of, offer, order, tokens_of
 from examples.router.router import Options, Router, engine_and_node, make_application
+from kvstore.config import TlsSection
 from kvstore.control.block_map import BlockEvent, BlockMap, EventBatch
 from kvstore.control.client import ControlClient
 from kvstore.units import Address, parse_address
@@ -174,14 +176,14 @@ async def test_the_next_engine_answers_where_one_is_gone() -> None:
 
 async def test_a_busy_engine_is_not_asked_where_another_is_free() -> None:
     async with engines(2) as (one, other):
-        router = nowhere(one.url, other.url)
+        made = nowhere(one.url, other.url)
 
         async def until_only_one_is_busy() -> None:
             async with asyncio.timeout(PATIENCE):
-                while not one.asked or [each.busy for each in router.engines] != [1, 0]:
+                while not one.asked or [each.busy for each in made.engines] != [1, 0]:
                     await asyncio.sleep(0.01)
 
-        async with serving(router) as url:
+        async with serving(made) as url:
             one.hold.clear()
             waiting = asyncio.create_task(ask(url, {"prompt": PROMPT}))
             for _ in range(3):
@@ -206,6 +208,20 @@ def test_engines_are_named_with_their_nodes() -> None:
     for text in ("localhost:8001", "localhost:8001,nowhere", ",node:1"):
         with pytest.raises(ArgumentTypeError):
             engine_and_node(text)
+
+
+def test_it_is_told_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Options] = []
+    monkeypatch.setenv("KVSTORE_AUTH__CONTROL_TOKEN", "secret")
+    monkeypatch.setattr(router, "Router", lambda options: made.append(options) or Router(options))
+    monkeypatch.setattr(router.web, "run_app", lambda *_, **__: None)
+    router.main(["--engine", "a:1,b:2", "--engine", "c:3,d:4", "--ca", "/ca.pem"])
+    (options,) = made
+    assert options.engines == [("http://a:1", Address("b", 2)), ("http://c:3", Address("d", 4))]
+    assert options.tls == TlsSection(ca=Path("/ca.pem"))
+    assert options.token == "secret"
+    with pytest.raises(SystemExit):
+        router.main(["--engine", "a:1"])
 
 
 # --- with nodes ----------------------------------------------------------------------------------
@@ -255,10 +271,10 @@ async def test_prompts_go_where_most_of_them_is_held(nodes: Nodes) -> None:
     text = " ".join(map(str, PROMPT))
     ids = {"model": "acme/llama", "prompt": PROMPT}
     async with engines(3) as three:
-        router = Router(Options([(one.url, nodes.control(at)) for at, one in enumerate(three)]))
+        made = Router(Options([(one.url, nodes.control(at)) for at, one in enumerate(three)]))
         first, second, third = (one.url for one in three)
         nodes.put(0, HASHES[:4])  # before anybody follows
-        async with serving(router) as url:
+        async with serving(made) as url:
             await until_asked(url, ids, (200, first, 16))
             nodes.put(1, HASHES[:7])
             await until_asked(url, ids, (200, second, 28))
@@ -274,7 +290,7 @@ async def test_prompts_go_where_most_of_them_is_held(nodes: Nodes) -> None:
             await until_asked(url, ids, (200, first, 16))
             nodes.daemons[2].start()  # with nothing in it
             async with asyncio.timeout(PATIENCE):
-                while router.engines[2].following.connections < 2:
+                while made.engines[2].following.connections < 2:
                     await asyncio.sleep(0.02)
             assert await ask(url, ids) == (200, first, 16)
             nodes.put(2, HASHES[:6])

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.config import TlsSection
 from kvstore.control.event_client import EventClient, Following
+from kvstore.tls import reaching
 from kvstore.units import parse_address
 from tests.kvstore.test_events import Held, held_by
 from tests.running import DaemonThread, make_config
+from tests.tls import Authority
 
 BLOCK = 64 << 10
 NAMESPACE = kvstore.Namespace("acme/llama", "uint8", "raw", 4, BLOCK)
@@ -85,3 +88,22 @@ async def test_a_follower_knows_a_working_node(node: DaemonThread) -> None:
     assert "kvstore_followers 1.0" in await asyncio.to_thread(metrics_of, node)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_follower_over_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    files = authority.files("router")
+    router = TlsSection(ca=files.ca, certificate=files.certificate, key=files.key)
+    config = make_config(tmp_path / "node", tls=authority.section(clients="certificate"))
+    with DaemonThread(config) as node:
+        address = parse_address(str(node.daemon.control_url).removeprefix("https://"))
+        follower = Following(lambda: EventClient(address, context=reaching(router)))
+        task = asyncio.create_task(follower.run())
+        with kvstore.connect(node.url, NAMESPACE, deadline=20.0) as client:
+            await asyncio.to_thread(client.put, chain(1), [bytes(BLOCK)] * 16)
+        async with asyncio.timeout(PATIENCE):
+            while len(follower.map) < 16:
+                await asyncio.sleep(0.02)
+        assert follower.map.prefix(NAMESPACE, chain(1)) == ("dram",) * 16
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -23,6 +23,9 @@ CopyOutcome = Literal["made", "short", "dropped", "gone"]
 """What came of copies: as many machines hold the block as was asked for; fewer do, as there are no
 more that would take it; too much was waiting to be copied; the block had left before."""
 
+MOST_OWNERS: Final = 4096
+"""Nodes that pulls are counted by; pools have fewer, but names come from other machines."""
+
 TRANSPORTS: Final = ("shm", "rdma", "tcp")
 """The transports of this version, by name."""
 
@@ -195,7 +198,12 @@ class Metrics:
         self.moved_bytes[transport, direction] += size
 
     def pulled(self, node: str, blocks: int, size: int) -> None:
-        """Count blocks, of ``size`` bytes together, that came from another node."""
+        """Count blocks, of ``size`` bytes together, that came from another node.
+
+        Names beyond ``MOST_OWNERS`` count as ``others``.
+        """
+        if node not in self.pulled_bytes and len(self.pulled_bytes) >= MOST_OWNERS:
+            node = "others"
         self.pulled_blocks[node] += blocks
         self.pulled_bytes[node] += size
 

@@ -159,7 +159,7 @@ def view(pool: "PoolCaller") -> "Group":
     asked = next((one["node"] for one in members if one["asked"]), "?")
     parts: list[Any] = [
         Text(f" pool {found['pool']}: {counted(len(members), 'node')}, as {asked} sees it"),
-        Text(f" {_directory(pool.report.directory)}"),
+        Text(f" {directory_line(pool.report.directory)}"),
     ]
     parts += [
         Text(f" gone: {one.node} (number {one.number}), {format_duration(one.ago)} ago")
@@ -227,12 +227,16 @@ def _share(seen: Mapping[str, float], name: str) -> str:
     return f"{seen[name]:.1%}" if name in seen else "-"
 
 
-def _directory(found: "DirectoryReport") -> str:
+def directory_line(found: "DirectoryReport") -> str:
+    """How the directory does, in one line."""
     from kvstore.units import format_duration
 
     if found.reachable:
         heard = f", last {format_duration(found.heard)} ago" if found.heard is not None else ""
-        return f"directory ({found.kind}): answers{heard}"
-    since = f" for {format_duration(found.failing)}" if found.failing is not None else ""
-    failures = ", ".join(f"{what} {count}" for what, count in sorted(found.failures.items()))
-    return f"directory ({found.kind}): has not answered{since}; failures: {failures or 'none'}"
+        text = f"directory ({found.kind}): answers{heard}"
+    else:
+        since = f" for {format_duration(found.failing)}" if found.failing is not None else ""
+        text = f"directory ({found.kind}): has not answered{since}"
+    counts = {**found.failures, **({"lookups not tried": found.refused} if found.refused else {})}
+    failures = ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
+    return f"{text}; failures since the start: {failures}" if failures else text

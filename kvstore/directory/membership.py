@@ -185,11 +185,15 @@ class Membership:
         return {number: one for number, one in others.items() if latest[one.data] == number}
 
     def _miss(self, before: Mapping[int, Member], now: float) -> None:
-        """Take note of who was there before and is not any more."""
-        gone = {number: one for number, one in self.gone.items() if number not in self.others}
+        """Take note of who was there before and is not any more, not under another number either.
+
+        Where Redis lost everything, all members get new numbers and are as alive as before.
+        """
         missed = sorted(before.keys() - self.others.keys())
-        gone |= {number: Gone(before[number], now) for number in missed}
-        self.gone = dict(list(gone.items())[-_MOST_GONE:])
+        gone = {**self.gone, **{number: Gone(before[number], now) for number in missed}}
+        alive = {one.incarnation for one in self.others.values()}
+        rest = [(n, one) for n, one in gone.items() if one.member.incarnation not in alive]
+        self.gone = dict(rest[-_MOST_GONE:])
 
     def dead(self, number: int) -> bool:
         """Whether a number is known to name nobody."""

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from kvstore.cli import main
+from kvstore.cli.cluster import directory_line
 from kvstore.cli.pool import PARTIAL
+from kvstore.control.pool import DirectoryReport
 from tests.kvstore.peer import BLOCK, NAMESPACE
 from tests.kvstore.pooled import Pool, PooledNode, pool
 from tests.kvstore.watched import chain
@@ -215,6 +217,35 @@ def test_cluster_shows_nodes_and_who_pulls_from_whom(cli: Cli, three: Pool) -> N
     assert status == 0
     assert "PULLED FROM" in out
     assert "3 nodes, as node1 sees it" in out
+
+
+def test_cluster_goes_on_until_it_is_interrupted(
+    cli: Cli, three: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+        three.nodes[2].drop(HASHES[0])
+
+    monkeypatch.setattr("kvstore.cli.cluster._pause", pause)
+    status, out, _ = cli("cluster", "--watch", "--interval", "7", "--json")
+    assert status == main.INTERRUPTED
+    assert looks == [7.0, 7.0]
+    seen = [json.loads(line)["members"][2]["figures"]["blocks"] for line in out.splitlines()]
+    assert seen == [4, 0]
+
+
+def test_cluster_says_how_the_directory_does() -> None:
+    assert directory_line(DirectoryReport("redis", True, heard=0.5)) == (
+        "directory (redis): answers, last 500.0ms ago"
+    )
+    slow = DirectoryReport("redis", True, failures={"reach deadline_exceeded": 3}, refused=9)
+    assert "lookups not tried 9, reach deadline_exceeded 3" in directory_line(slow)
+    gone = DirectoryReport("redis", False, failing=90.0, failures={"beat unavailable": 2})
+    assert "has not answered for 1m 30s" in directory_line(gone)
 
 
 # --- those that do not answer ---------------------------------------------------------------------

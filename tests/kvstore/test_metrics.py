@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.departures import DepartureReason
 from kvstore.exposition import MetricsCollector, MetricsServer
-from kvstore.metrics import LATENCY_BUCKETS, Histogram, Metrics, Occupancy
+from kvstore.metrics import LATENCY_BUCKETS, MOST_OWNERS, Histogram, Metrics, Occupancy
 from kvstore.units import Address
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -164,3 +164,13 @@ def test_an_observation_is_cheap() -> None:
     histogram = Histogram()
     best = min(timeit.repeat(lambda: histogram.observe(3e-5), number=20_000, repeat=5)) / 20_000
     assert best < 5e-6, "five times the budget, for a busy machine"
+
+
+def test_pulls_are_counted_by_so_many_names_at_most() -> None:
+    metrics = Metrics()
+    for number in range(MOST_OWNERS + 50):
+        metrics.pulled(f"node{number}", 1, 10)
+    metrics.pulled("node3", 1, 10)
+    assert len(metrics.pulled_blocks) == len(metrics.pulled_bytes) == MOST_OWNERS + 1
+    assert metrics.pulled_blocks["node3"] == 2
+    assert metrics.pulled_bytes["others"] == 500

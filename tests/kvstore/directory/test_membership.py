@@ -106,3 +106,41 @@ def test_of_several_starts_at_one_address_the_last_counts() -> None:
     assert unpack_numbers(membership.live) == (5, 6)
     assert membership.dead(3)
     assert membership.dead(2)
+
+
+def test_who_is_missed_is_remembered_until_it_is_back() -> None:
+    membership = Membership(member("one"))
+    membership.joined(1)
+    records = {n: encode_member(member(name)) for n, name in {2: "two", 3: "three"}.items()}
+    membership.roster(3, [1, 2, 3], records, {}, now=10.0)
+    assert not membership.gone
+    membership.roster(3, [1, 3], {}, {}, now=20.0)
+    membership.roster(3, [1], {}, {}, now=30.0)
+    assert {n: (one.member.node, one.when) for n, one in membership.gone.items()} == {
+        2: ("two", 20.0),
+        3: ("three", 30.0),
+    }
+    membership.roster(3, [1, 2], records, {}, now=40.0)
+    assert list(membership.gone) == [3]
+
+
+def test_a_member_under_another_number_is_not_gone() -> None:
+    membership = Membership(member("one"))
+    membership.joined(1)
+    record = encode_member(member("two"))
+    membership.roster(2, [1, 2], {2: record}, {}, now=10.0)
+    membership.joined(101)
+    membership.roster(101, [101], {}, {}, now=20.0)
+    assert list(membership.gone) == [2]
+    membership.roster(102, [101, 102], {102: record}, {}, now=30.0)
+    assert not membership.gone
+
+
+def test_few_of_those_that_are_gone_are_remembered() -> None:
+    membership = Membership(member("one"))
+    membership.joined(1)
+    for number in range(2, 300):
+        records = {number: encode_member(member(f"n{number}"))}
+        membership.roster(300, [1, number], records, {}, now=float(number))
+    assert len(membership.gone) < 100
+    assert list(membership.gone)[-1] == 298

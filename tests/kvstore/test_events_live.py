@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from kvstore.config import TlsSection
 from kvstore.control.event_client import EventClient, Following
 from kvstore.tls import reaching
 from kvstore.units import parse_address
+from tests.kvstore.directory.servers import free_port
 from tests.kvstore.test_events import Held, held_by
-from tests.running import DaemonThread, make_config
+from tests.running import DaemonThread, daemon_process, make_config
 from tests.tls import Authority
 
 BLOCK = 64 << 10
@@ -46,6 +48,12 @@ def work(node: DaemonThread, seed: int) -> None:
             client.put(chain(number), [bytes(BLOCK)] * 16)
         for number in range(seed + 20, seed + 30):
             client.get(chain(number), [bytearray(BLOCK) for _ in range(16)])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 def metrics_of(node: DaemonThread) -> str:
@@ -82,9 +90,9 @@ async def test_a_follower_knows_a_working_node(node: DaemonThread) -> None:
     task = asyncio.create_task(follow())
     await until_agreed()
     await asyncio.to_thread(work, node, 100)
+    await until(lambda: changes == {"stored", "moved", "removed"})
+    await until(lambda: tiers >= {("dram",), ("ssd",), ("dram", "ssd"), ()})
     await until_agreed()
-    assert changes == {"stored", "moved", "removed"}
-    assert tiers >= {("dram",), ("ssd",), ("dram", "ssd"), ()}
     assert "kvstore_followers 1.0" in await asyncio.to_thread(metrics_of, node)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -105,5 +113,48 @@ async def test_a_follower_over_tls(tmp_path: Path) -> None:
             while len(follower.map) < 16:
                 await asyncio.sleep(0.02)
         assert follower.map.prefix(NAMESPACE, chain(1)) == ("dram",) * 16
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+# --- nodes in processes of their own -------------------------------------------------------------
+
+
+async def test_a_node_stands_still_and_is_started_anew(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        listen={"control": f"127.0.0.1:{free_port()}", "metrics": None},
+        ssd={"capacity": "24MiB"},
+    )
+    # A heartbeat comes every three seconds.
+    follower = Following(lambda: EventClient(config.listen.control, timeout=5.0))
+    words: list[str] = []
+
+    async def follow() -> None:
+        async with aclosing(follower.batches()) as batches:
+            async for batch in batches:
+                words.append(batch.word)
+
+    def tiers() -> tuple[str, ...]:
+        return follower.map.prefix(NAMESPACE, chain(1))
+
+    with daemon_process(config) as node:
+        with kvstore.connect(node.url, NAMESPACE, deadline=20.0) as client:
+            await asyncio.to_thread(client.put, chain(1), [bytes(BLOCK)] * 16)
+        task = asyncio.create_task(follow())
+        await until(lambda: follower.map.complete)
+        assert tiers() == ("dram",) * 16
+        first = follower.map.incarnation
+        node.signal(signal.SIGSTOP)
+        await until(lambda: not follower.connected)
+        assert tiers() == ("dram",) * 16
+        node.signal(signal.SIGCONT)
+        await until(lambda: follower.connected)
+        assert (words.count("reset"), "resumed" in words) == (1, True)
+        assert await asyncio.to_thread(node.stop) == 0
+        await until(lambda: not follower.connected)
+        await asyncio.to_thread(node.start)
+        await until(lambda: follower.map.complete and follower.map.incarnation != first)
+        assert tiers() == ("ssd",) * 16  # warm again
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

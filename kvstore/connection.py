@@ -61,6 +61,7 @@ from kvstore.reply import Reply
 from kvstore.session import Session
 from rdma.errors import BadPlace, TransportError
 from rdma.stream import SocketStream
+from rdma.tls import TlsSocket
 from rdma.verbs.errors import TransferTimeout
 from tiers.errors import TierError
 
@@ -228,6 +229,8 @@ class Connection:
         self.session, welcome = self._reception.welcome(hello, self._local)
         over = self.session.transport.name
         self._named = {"client": hello.client, "over": over, "tenant": hello.tenant}
+        if isinstance(self._sock, TlsSocket) and self._sock.peer:
+            self._named["certificate"] = self._sock.peer
         _log.info("session opened", **self._named)
         self._timer.cancel()
         self._reply(request_id, Reply(welcome))

@@ -10,7 +10,7 @@ from kvstore.cli.options import AsJson, ConfigFile, offered
 from kvstore.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from kvstore.config import DramSection
+    from kvstore.config import DramSection, TlsSection
     from kvstore.sources import Effective
 
 FLAGS: Final = {
@@ -126,9 +126,24 @@ def serve(
     effective = _load(config, given, settings or [])
     from kvstore import daemon, logs
 
+    _check_tls(effective.config.tls)
     _check_memory(effective.config.dram)
     logs.configure(effective.config.log)
     raise typer.Exit(daemon.serve(effective.config))
+
+
+def _check_tls(tls: "TlsSection") -> None:
+    """Refuse what looks like TLS and is none; a command that asks a node needs no more.
+
+    Raises:
+        ConfigError: there is a CA, and no certificate.
+    """
+    from kvstore.errors import ConfigError
+
+    if tls.ca is not None and not tls.on:
+        raise ConfigError(
+            "tls.ca: without tls.certificate the node would not speak TLS at all: give it one"
+        )
 
 
 def _check_memory(dram: "DramSection") -> None:

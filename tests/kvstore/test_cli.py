@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli import blocks, main, naming, watch
+from kvstore.cli import block_views, main, naming, watch
 from kvstore.control import interface
 from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
@@ -231,10 +231,10 @@ def test_what_is_no_token_list(text: str) -> None:
 
 
 def test_runs_of_a_tier() -> None:
-    assert blocks.runs(["dram", "dram", "ssd", "dram"]) == [
+    assert block_views.runs(["dram", "dram", "ssd", "dram"]) == [
         (0, 1, "dram"), (2, 2, "ssd"), (3, 3, "dram"),
     ]  # fmt: skip
-    assert blocks.runs([]) == []
+    assert block_views.runs([]) == []
 
 
 EXPLANATIONS = [
@@ -418,6 +418,8 @@ def test_config_names_its_sources(
         (["--dram", "1GiB", "--set", "dram.capacity=2GiB"], "is given twice"),
         (["--tcp", "0.0.0.0:9500"], "can be reached from other machines"),
         (["-c", "/nowhere.toml"], "cannot be read"),
+        (["--set", "tls.ca=/ca.pem"], "the node would not speak TLS at all"),
+        (["--set", "tls.certificate=/nowhere.pem"], "tls: /nowhere.pem can't be read"),
     ],
 )
 def test_serve_refuses_a_bad_configuration(cli: Cli, arguments: list[str], complaint: str) -> None:

@@ -17,6 +17,7 @@ from kvstore.accounts import Quota
 from kvstore.config import Config, LogSection
 from kvstore.errors import ConfigError
 from kvstore.sources import Effective, load
+from kvstore.tls import warnings
 from kvstore.units import Address
 
 EVERYTHING = """
@@ -155,6 +156,18 @@ def test_defaults_agree_with_what_is_derived() -> None:
         ({"KVSTORE_LISTEN__TCP": "0.0.0.0:1"}, r"^listen.tcp: .*other machines.*insecure"),
         ({"KVSTORE_LISTEN__CONTROL": "[::]:1"}, r"^listen.control: .*control_token_file"),
         ({"KVSTORE_LISTEN__METRICS": "10.0.0.1:1"}, r"^listen.metrics: .*insecure"),
+        ({"KVSTORE_LISTEN__TCP": "node-1.example:1"}, r"^listen.tcp: .*other machines"),
+        (
+            {"KVSTORE_LISTEN__TCP": "0.0.0.0:1", "KVSTORE_TLS__CERTIFICATE": "/c.pem"},
+            r"^listen.tcp: .*tls.clients = .certificate",
+        ),
+        ({"KVSTORE_TLS__KEY": "/k.pem"}, r"^tls.key: .*without its certificate"),
+        ({"KVSTORE_TLS__CLIENTS": "certificate"}, r"^tls.clients: .*without TLS"),
+        (
+            {"KVSTORE_TLS__CERTIFICATE": "/c.pem", "KVSTORE_TLS__CLIENTS": "certificate"},
+            r"^tls.clients: .*without tls.ca",
+        ),
+        ({"KVSTORE_TLS_CA": "/ca.pem"}, r"^KVSTORE_TLS_CA: .*mean KVSTORE_TLS__CA"),
         ({"KVSTORE_LISTEN__TCP": "127.0.0.1"}, r"^listen.tcp: expected an address"),
         ({"KVSTORE_LISTEN__TCP": "127.0.0.1:70000"}, r"^listen.tcp: expected an address"),
         ({"KVSTORE_LISTEN__UNIX": "off"}, r"^listen.unix: the node must listen"),
@@ -224,6 +237,34 @@ def test_a_token_or_insecure_opens_other_networks(tmp_path: Path, insecure: bool
         environ["KVSTORE_AUTH__CONTROL_TOKEN"] = "hush"
     config = load(environ=environ).config
     assert config.session_token == config.control_token == (None if insecure else "hush")
+
+
+def test_certificates_of_clients_open_other_networks() -> None:
+    environ = {f"KVSTORE_LISTEN__{kind}": "0.0.0.0:1" for kind in ("TCP", "CONTROL", "METRICS")}
+    environ |= {f"KVSTORE_TLS__{kind}": "/file.pem" for kind in ("CERTIFICATE", "CA")}
+    config = load(environ=environ | {"KVSTORE_TLS__CLIENTS": "certificate"}).config
+    assert config.tls.on
+    assert config.tls.mutual
+
+
+def test_a_token_that_can_be_read_on_the_way_is_warned_of() -> None:
+    environ = {
+        "KVSTORE_LISTEN__TCP": "0.0.0.0:1",
+        "KVSTORE_LISTEN__CONTROL": "10.0.0.1:2",
+        "KVSTORE_AUTH__SESSION_TOKEN": "hush",
+        "KVSTORE_AUTH__CONTROL_TOKEN": "hush",
+    }
+    warned = list(warnings(load(environ=environ).config, rdma=True))
+    assert [sentence.partition(" has no TLS")[0] for sentence in warned] == [
+        "listen.tcp",
+        "listen.control",
+    ]
+    assert "hush" not in "".join(warned)
+    here = environ | {"KVSTORE_LISTEN__TCP": "127.0.0.1:1", "KVSTORE_LISTEN__CONTROL": "[::1]:2"}
+    assert not list(warnings(load(environ=here).config, rdma=True))
+    secure = load(environ=environ | {"KVSTORE_TLS__CERTIFICATE": "/c.pem"}).config
+    assert not list(warnings(secure, rdma=False))
+    assert "RDMA is not encrypted" in "".join(warnings(secure, rdma=True))
 
 
 def test_secrets_are_not_printed_and_no_flags(tmp_path: Path) -> None:

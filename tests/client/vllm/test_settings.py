@@ -222,3 +222,14 @@ def test_variables_of_others_are_left_alone():
 def test_an_address_that_is_none_has_a_hint():
     with pytest.raises(ConfigError, match=r"did you mean unix:///run/kvstore.sock\?"):
         Settings.read({"url": "/run/kvstore.sock"}, {})
+
+
+def test_certificates_are_for_tls(tmp_path):
+    files = {name: tmp_path / name for name in ("ca", "certificate", "key")}
+    environ = {f"KVSTORE_{name.upper()}": str(file) for name, file in files.items()}
+    got = Settings.read({"url": "tls://node-1:9410"}, environ)
+    assert {name: getattr(got, name) for name in files} == files
+    assert Settings.read({"url": "tls://node-1:9410", "ca": "~/ca"}, {}).ca == Path.home() / "ca"
+    for url in ("tcp://node-1:9410", "unix:///kvstore.sock"):
+        with pytest.raises(ConfigError, match=rf"ca: certificates are for tls://.*{url}"):
+            Settings.read({"url": url, "ca": str(files["ca"])}, {})

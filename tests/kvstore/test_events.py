@@ -275,6 +275,22 @@ def test_what_is_told_of_a_block() -> None:
     ]
 
 
+def test_a_block_is_never_told_to_be_nowhere_and_yet_held() -> None:
+    index, shard, events = node()
+    moved, lost = (chain(index, shard, [number])[0] for number in (1, 2))
+    follower = events.follow()
+    drain(follower)
+    for entry in (moved, lost):
+        index.displace(entry, "dram")
+    index.place(moved, "ssd", 1)
+    index.drop(lost)
+    (batch,) = drain(follower)
+    assert [(change, tiers) for change, tiers, _ in batch.events] == [
+        (Change.MOVED, IN_SSD),
+        (Change.REMOVED, 0),
+    ]
+
+
 def test_blocks_not_committed_are_not_told_of() -> None:
     index, shard, events = node()
     follower = events.follow()
@@ -306,6 +322,21 @@ def test_a_burst_does_not_let_a_step_grow() -> None:
     drain(follower)
     chain(index, shard, range(3 * STEP))
     assert [len(batch.events) for batch in drain(follower)] == [STEP] * 3
+
+
+def test_a_page_waits_for_the_events_before_it() -> None:
+    index, shard, events = node(capacity=10_000)
+    chain(index, shard, [0])
+    follower = events.follow()
+    assert words(follower.take()) == [Word.RESET]
+    chain(index, shard, range(1, 2 * STEP + 2))
+    told = [follower.take() for _ in range(3)]
+    assert [words(each) for each in told] == [
+        [Word.EVENTS],
+        [Word.EVENTS],
+        [Word.EVENTS, Word.SNAPSHOT],
+    ]
+    assert not any(batch.complete for each in told for batch in each)
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from kvstore.errors import AccessDenied, KVStoreError, ProtocolError
+from kvstore.errors import AccessDenied, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.frames import encode
 from kvstore.protocol.messages import error_header
 from rdma.certificates import Certificates
@@ -26,6 +26,8 @@ _log = structlog.get_logger(__name__)
 
 HANDSHAKE_SECONDS: Final = 10.0
 """How long a handshake may take."""
+_MOST: Final = 1024
+"""Handshakes at once; who comes beyond is hung up on."""
 _LINGER_SECONDS: Final = 1.0
 _HANDSHAKE_RECORD: Final = b"\x16"
 """What TLS begins with, and no frame."""
@@ -56,6 +58,10 @@ class Handshakes:
 
     def begin(self, sock: socket.socket) -> None:
         """Take over a connection that was accepted just now."""
+        if len(self._tasks) >= _MOST:
+            sock.close()
+            self._count(Unavailable(f"{_MOST} connections are about to begin TLS"))
+            return
         task = asyncio.get_running_loop().create_task(self._run(sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,9 +77,9 @@ class Authority:
 
 @functools.cache
 def _pair_files() -> CertificateFiles:
-    import tempfile
-
-    return Authority(Path(tempfile.mkdtemp(prefix="kvstore-tls-"))).files()
+    directory = tempfile.mkdtemp(prefix="kvstore-tls-")
+    atexit.register(shutil.rmtree, directory)
+    return Authority(Path(directory)).files()
 
 
 def shaken(client: socket.socket, server: socket.socket) -> tuple[TlsSocket, TlsSocket]:

@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, Paren
 from kvstore.identity import Namespace, prefix_hashes
 from tests.client.sync_facade import CONNECT
 from tests.running import DaemonThread, make_config, wait_for
+from tests.tls import Authority
 
 BLOCK = 16 << 10
 MODELS = count()
@@ -46,13 +47,47 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["unix shm", "unix tcp", "tcp tcp"])
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def secure(
+    authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonThread]:
+    """A node that speaks TLS."""
+    config = make_config(
+        tmp_path_factory.mktemp("secure"),
+        listen={"tcp": "127.0.0.1:0"},
+        limits={"max_payload": "256KiB"},
+        tls=authority.section(),
+    )
+    with DaemonThread(config) as running:
+        yield running
+
+
+@pytest.fixture(params=["unix shm", "unix tcp", "tcp tcp", "tls tcp"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Socket and transport of the client."""
+    return str(request.param)
+
+
+@pytest.fixture
+def home(way: str, request: pytest.FixtureRequest) -> DaemonThread:
+    """The node of the client."""
+    node: DaemonThread = request.getfixturevalue("secure" if "tls" in way else "daemon")
+    return node
+
+
+@pytest.fixture
 def client(
-    request: pytest.FixtureRequest, daemon: DaemonThread, namespace: Namespace, kind: str
+    way: str, home: DaemonThread, authority: Authority, namespace: Namespace, kind: str
 ) -> Iterator[Any]:
-    socket, transport = request.param.split()
-    url = daemon.url if socket == "unix" else daemon.tcp_url
-    with CONNECT[kind](url, namespace, transport=transport, deadline=5.0) as made:
+    socket, transport = way.split()
+    url = next(url for url in home.daemon.server.urls if url.startswith(f"{socket}://"))
+    trusted = {"ca": authority.ca} if socket == "tls" else {}
+    with CONNECT[kind](url, namespace, transport=transport, deadline=5.0, **trusted) as made:
         yield made
 
 
@@ -206,7 +241,7 @@ def test_mistakes_of_the_caller_raise(client: Any) -> None:
 
 
 def test_what_another_session_writes_is_waited_for(
-    client: Any, daemon: DaemonThread, namespace: Namespace
+    client: Any, home: DaemonThread, namespace: Namespace
 ) -> None:
     names, data = hashes(2), content(2)
     into = np.zeros_like(data)
@@ -223,13 +258,13 @@ def test_what_another_session_writes_is_waited_for(
                 threading.Event().wait(0.3)
             return super().__getitem__(index)
 
-    with kvstore.connect(daemon.url, namespace, deadline=5.0) as other:
+    with kvstore.connect(home.url, namespace, deadline=20.0) as other:
         writer = threading.Thread(target=other.put, args=(names, SlowBlocks(data)))
         writer.start()
         wait_for(lambda: busy)
         assert client.get(names, into).found == 0
         assert client.put(names, data).busy == 2
-        assert client.get(names, into, wait=True, deadline=5.0).found == 2
+        assert client.get(names, into, wait=True, deadline=20.0).found == 2
         writer.join()
     assert np.array_equal(into, data)
 
@@ -246,27 +281,27 @@ def test_a_full_node_refuses(client: Any) -> None:
         assert views.found == 20
 
 
-def test_stats(client: Any, daemon: DaemonThread) -> None:
+def test_stats(client: Any, home: DaemonThread) -> None:
     names, data = hashes(2), content(2)
     client.put(names, data)
     client.get([*names, bytes(32)], np.zeros((3, BLOCK), np.uint8))
     stats = client.stats()
     assert stats.connected
     assert stats.transport in ("shm", "tcp")
-    assert stats.incarnation == daemon.daemon.incarnation
+    assert stats.incarnation == home.daemon.incarnation
     assert (stats.hits, stats.misses, stats.stored) == (2, 1, 2)
     assert stats.bytes_read == stats.bytes_written == 2 * BLOCK
     assert stats.connects == 1
 
 
-def test_all_pins_and_reservations_are_given_back(client: Any, daemon: DaemonThread) -> None:
+def test_all_pins_and_reservations_are_given_back(client: Any, home: DaemonThread) -> None:
     names, data = hashes(4), content(4)
     client.put(names, data)
     for _ in range(10):
         with client.view(names):
             pass
         client.get(names, np.zeros_like(data))
-    metrics = daemon.daemon.metrics
+    metrics = home.daemon.metrics
     wait_for(lambda: (metrics.pins, metrics.reservations) == (0, 0))
 
 
@@ -330,11 +365,11 @@ def test_a_prefix_needs_every_shard(daemon: DaemonThread, namespace: Namespace, 
 
 
 def test_another_namespace_is_a_miss(
-    client: Any, daemon: DaemonThread, namespace: Namespace, kind: str
+    client: Any, home: DaemonThread, namespace: Namespace, kind: str
 ) -> None:
     names, data = hashes(2), content(2)
     client.put(names, data)
-    with CONNECT[kind](daemon.url, replace(namespace, salt="other")) as other:
+    with CONNECT[kind](home.url, replace(namespace, salt="other")) as other:
         assert other.match(names).blocks == 0
         assert other.get(names, np.zeros_like(data)).found == 0
 

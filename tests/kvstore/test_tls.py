@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from kvstore.errors import AccessDenied, ConfigError, DeadlineExceeded, KVStoreE
 from kvstore.identity import Namespace, prefix_hashes
 from rdma.certificates import CertificateFiles
 from tests.client.sync_facade import CONNECT
-from tests.running import DaemonThread, make_config, wait_for
+from tests.kvstore.directory.servers import free_port
+from tests.running import DaemonThread, daemon_process, make_config, wait_for
 from tests.tls import Authority
 
 BLOCK = 1 << 20
@@ -206,6 +209,55 @@ def test_a_handshake_that_hangs_is_cut_and_holds_nobody_up(
             sock.settimeout(20)
             assert sock.recv(100) == b""
     assert strict.call(lambda: len(strict.daemon.server._handshakes or ())) == 0
+
+
+def test_no_more_than_so_many_handshakes_at_once(
+    strict: DaemonThread, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.handshakes._MOST", 2)
+    before = strict.daemon.metrics.errors["unavailable"]
+    port = int(tls_url(strict).rpartition(":")[2])
+    with ExitStack() as stack:
+        socks = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)
+        ]
+        wait_for(lambda: strict.daemon.metrics.errors["unavailable"] > before)
+        socks[2].settimeout(20)
+        assert socks[2].recv(1) == b""
+    wait_for(lambda: not len(strict.daemon.server._handshakes or ()))
+    files = authority.files("client")
+    with kvstore.connect(tls_url(strict), new_namespace(), **options(files)) as client:
+        assert client.exists(hashes(1)).failure is None
+
+
+def test_a_node_that_stops_is_a_miss_in_time_and_is_used_again(
+    authority: Authority, connect: Any, tmp_path: Path
+) -> None:
+    config = make_config(
+        tmp_path,
+        listen={"tcp": f"127.0.0.1:{free_port()}"},
+        tls=authority.section(clients="certificate"),
+        dram={"capacity": "64MiB", "segment": "32MiB"},
+        limits={"session_pinned": 0.9},
+    )
+    files, data, names = authority.files("client"), content(BLOCKS), hashes(BLOCKS)
+    with (
+        daemon_process(config) as daemon,
+        connect(f"tls://{config.listen.tcp}", new_namespace(), **options(files)) as client,
+    ):
+        assert client.put(names[:4], data[:4]).stored == 4
+        into = np.zeros_like(data)
+        daemon.signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert client.get(names[:4], into[:4], deadline=0.3).failure == "deadline_exceeded"
+            assert client.put(names, data, deadline=0.3).failure is not None
+            assert time.monotonic() - began < 10
+        finally:
+            daemon.signal(signal.SIGCONT)
+        wait_for(lambda: client.put(names, data).failure is None, 30)
+        assert client.get(names, into).found == BLOCKS
+        assert np.array_equal(into, data)
 
 
 def test_older_versions_of_tls_are_refused(strict: DaemonThread) -> None:

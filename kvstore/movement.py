@@ -6,9 +6,12 @@
   SSD and leave DRAM until the low watermark is reached. A block goes down with those of its prefix
   that have no copy there yet, so that what the SSD holds is usable after a crash. A copy below is
   kept when the block is promoted, so demoting it again is free.
+  Replicas get no copy, except where others follow them: another node has them. Nor do blocks of
+  tenants beyond their quota of a full SSD. Both just leave.
 * **Working ahead**: DRAM can be full below the high watermark, where each tenant has segments of
   its own that others can't use. From the first eviction that a put needs, the blocks that would go
-  next are kept copied, so that evicting them loses nothing.
+  next are kept copied, so that evicting them loses nothing: the coldest, and those of the segment
+  that another tenant would take.
 * **Reclaim** empties a region of the SSD log before it is needed.
 
 A write budget that is used up, or an SSD that fails, stops demotion; puts then evict what they
@@ -26,6 +29,7 @@ from typing import Final, TypeVar, TypeVarTuple
 
 import structlog
 
+from kvstore.accounts import Account
 from kvstore.departures import DepartureReason
 from kvstore.entry import Entry
 from kvstore.metrics import MissReason
@@ -219,7 +223,8 @@ class Movement:
 
     async def _copy_ahead(self) -> None:
         """Copy what puts would evict next, a part at a time as what that is changes."""
-        dirty = [entry for entry in self._coldest(_MOST_AHEAD) if entry.ssd is None]
+        ahead = [*self._node.cleared_next(), *self._coldest(_MOST_AHEAD)]
+        dirty = [entry for entry in dict.fromkeys(ahead) if self._wants_copy(entry)]
         for start in range(0, len(dirty), _BATCH):
             if not await self.copy_down(
                 entry for entry in dirty[start : start + _BATCH] if not entry.gone
@@ -229,20 +234,46 @@ class Movement:
 
     async def _demote_some(self) -> bool:
         node = self._node
-        victims = self._coldest(_BATCH)
-        dirty = [entry for entry in victims if entry.ssd is None]
-        await self.copy_down(dirty)
+        victims = self._next_to_leave()
+        await self.copy_down([entry for entry in victims if self._wants_copy(entry)])
         freed = 0
         for entry in victims:
             if entry.gone or entry.dram is None or entry.pins:
                 continue
             if entry.ssd is not None:
                 node.metrics.demotions["dram", "ssd"] += 1
-            elif self._size(entry) <= self._ssd.largest_block:
+            elif self._size(entry) <= self._ssd.largest_block and self._wants_copy(entry):
                 continue
             freed += 1
-            node.evict(entry, DepartureReason.CAPACITY)
+            node.evict(entry, self._why_without_copy(entry))
         return freed > 0
+
+    def _wants_copy(self, entry: Entry) -> bool:
+        """Whether a block has no copy on the SSD and should have one for its own sake."""
+        return entry.ssd is None and not entry.replica and not self._is_too_much(entry)
+
+    def _is_too_much(self, entry: Entry) -> bool:
+        """Whether the SSD is full, and the block's tenant has its share of it."""
+        beyond = entry.shard.account.beyond("ssd", self._size(entry))
+        return beyond > 0 and self._ssd.free_regions <= self._spare
+
+    def _why_without_copy(self, entry: Entry) -> DepartureReason:
+        if entry.ssd is None and not entry.replica and self._is_too_much(entry):
+            return DepartureReason.QUOTA
+        return DepartureReason.CAPACITY
+
+    def _next_to_leave(self) -> list[Entry]:
+        """The next blocks to go, as far as that is known before any has: up to a tenant's quota."""
+        leaving: list[Entry] = []
+        surplus: dict[Account, int] = {}
+        for entry in islice(self._node.index.victims(), _BATCH):
+            leaving.append(entry)
+            account = entry.shard.account
+            before = surplus.setdefault(account, account.beyond("dram"))
+            surplus[account] = before - self._size(entry)
+            if before > 0 >= surplus[account]:
+                break
+        return leaving
 
     def _coldest(self, number: int) -> list[Entry]:
         return list(islice(self._node.index.victims(), number))
@@ -357,7 +388,7 @@ class Movement:
         return Record(entry.shard.namespace, entry.shard.number, entry.hash, parent, size)
 
     async def flush(self, deadline: float) -> int:
-        """Write all that only DRAM holds to the SSD, most recently used first.
+        """Write what only this node's DRAM holds to the SSD, most recently used first.
 
         Args:
             deadline: seconds on the node's clock at which to stop.
@@ -369,13 +400,13 @@ class Movement:
             entry
             for shard in self._node.index.shards
             for entry in shard.committed.values()
-            if entry.ssd is None
+            if self._wants_copy(entry)
         ]
         # Stable: among blocks used at the same time the parent comes first, as it was committed.
         dirty.sort(key=lambda entry: entry.last_use, reverse=True)
         self._flush_ends = min(self._flush_ends, deadline)
         try:
-            return await self._write_down(dirty, deadline)
+            return await self._write_down(self._with_ancestors(dirty), deadline)
         finally:
             self._flush_ends = float("inf")
 

@@ -80,6 +80,7 @@ class Node:
         """Called when a block needs evictions to find room; movement works ahead from then on."""
         self.on_growth: Callable[[], None] = lambda: None
         """Called after DRAM was handed out; movement hangs its watermark check here."""
+        self._taking: tuple[str, int] | None = None
         self._waiters: dict[Entry, list[asyncio.Future[None]]] = {}
 
     def __repr__(self) -> str:
@@ -394,6 +395,18 @@ class Node:
         used: float | None,
     ) -> Extent | None:
         """Clear a slab of the tenant's, or a segment of another's, and take room there."""
+        crowd = self._crowd(owner, size, whose, used)
+        if any(entry.shard.tenant != owner for entry in crowd):
+            self._taking = owner, size
+        for entry in crowd:
+            if not (entry.gone or entry.pins):
+                self.evict(entry, self._pressure_on(entry))
+        return self.dram.reserve(owner, size, tag)
+
+    def _crowd(
+        self, owner: str, size: int, whose: Callable[[Account], bool], used: float | None = None
+    ) -> list[Entry]:
+        """The blocks that would go so that a tenant has room; none where that can't be."""
 
         def movable(one: object) -> bool:
             return (
@@ -403,10 +416,18 @@ class Node:
                 and (used is None or _is_worth_less(used, one))
             )
 
-        for crowd in self.dram.crowding(owner, size, movable):
-            if isinstance(crowd, Entry) and not (crowd.gone or crowd.pins):
-                self.evict(crowd, self._pressure_on(crowd))
-        return self.dram.reserve(owner, size, tag)
+        crowd = self.dram.crowding(owner, size, movable)
+        return [one for one in crowd if isinstance(one, Entry)]
+
+    def cleared_next(self) -> list[Entry]:
+        """The blocks of the segment that the last tenant to take one would take next.
+
+        Only where it would be taken from a tenant beyond its quota: whose turn comes is known then.
+        """
+        if self._taking is None or not any(map(_is_beyond, self.index.accounts)):
+            return []
+        (owner, size), self._taking = self._taking, None
+        return self._crowd(owner, size, _is_beyond)
 
     def _pressure_on(self, entry: Entry, size: int = 0) -> DepartureReason:
         if entry.shard.account.beyond("dram", size):

@@ -2,7 +2,8 @@
 
 A block is worth it where others hang below it, or where it was used since it was written. Writing
 again is bounded to a share of the region, so that reclaiming always gains room; beyond the bound
-the least recently used go, with all below them. Pinned blocks are kept in any case.
+the least recently used go, with all below them. Pinned blocks are kept in any case. A tenant beyond
+its quota gives up what it has too much of, as far as nothing hangs below it, used or not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.accounts import Account
 from kvstore.entry import Entry
 
 KEPT_SHARE: Final = 0.5
@@ -55,11 +57,13 @@ def plan_reclaim(residents: Iterable[Entry], region_bytes: int) -> ReclaimPlan:
     depths = depths_of(entries)
     by_worth = sorted(entries, key=lambda entry: (entry.last_use, -depths[entry]), reverse=True)
     room = int(region_bytes * KEPT_SHARE)
+    surplus = _surplus(reversed(by_worth))
     keep: list[Entry] = []
     give_up: list[Entry] = []
     for entry in by_worth:
         size = entry.shard.block_bytes
-        if entry.pins or (entry.worth_keeping_on_ssd and size <= room):
+        is_worth_it = entry.worth_keeping_on_ssd and entry not in surplus
+        if entry.pins or (is_worth_it and size <= room):
             room -= size
             keep.append(entry)
         else:
@@ -67,3 +71,16 @@ def plan_reclaim(residents: Iterable[Entry], region_bytes: int) -> ReclaimPlan:
     keep.sort(key=depths.__getitem__)
     give_up.sort(key=depths.__getitem__, reverse=True)
     return ReclaimPlan(keep, give_up)
+
+
+def _surplus(least_worth_first: Iterable[Entry]) -> set[Entry]:
+    """The blocks by which tenants are beyond their quota, as far as they are among these."""
+    owed: dict[Account, int] = {}
+    surplus = set()
+    for entry in least_worth_first:
+        account = entry.shard.account
+        left = owed.setdefault(account, account.beyond("ssd"))
+        if left > 0 and not entry.pins and entry.first_child is None:
+            owed[account] = left - entry.shard.block_bytes
+            surplus.add(entry)
+    return surplus

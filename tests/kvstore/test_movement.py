@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from kvstore.accounts import Accounts, Quota
 from kvstore.catalog import Catalog
 from kvstore.departures import DepartureReason, Departures
 from kvstore.entry import Entry, ShardIndex
@@ -26,7 +28,6 @@ from kvstore.recovery import recover
 from tests.tiers.faulty_device import FaultyDevice
 from tiers.budget import WriteBudget
 from tiers.dram import DramTier
-from tiers.policies import make_policy
 from tiers.ssd import SsdTier
 from tiers.tier import Record
 
@@ -53,9 +54,17 @@ class Hierarchy:
         self.ssd = ssd
         self.shard: ShardIndex = node.shard(NAMESPACE, 0)
 
-    def put(self, hashes: Sequence[bytes], parent: bytes = ROOT_PARENT) -> bytes:
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        parent: bytes = ROOT_PARENT,
+        *,
+        tenant: str = "default",
+        replica: bool = False,
+    ) -> bytes:
+        shard = self.node.shard(replace(NAMESPACE, tenant=tenant), 0)
         verdicts, reservation = self.node.reserve(
-            self.shard, "default", parent, hashes, number=1, most=1000
+            shard, tenant, parent, hashes, number=1, most=1000, replica=replica
         )
         if reservation is not None:
             for entry in reservation.blocks.values():
@@ -89,12 +98,13 @@ async def hierarchy(
     device: FaultyDevice | None = None,
     high: float = 0.9,
     segments: int = 1,
+    quotas: Mapping[str, Quota] | None = None,
 ) -> AsyncIterator[Hierarchy]:
     dram = DramTier(DRAM, segment_bytes=DRAM // segments, prefault=False)
     ssd = SsdTier(directory, ssd_bytes, region_bytes=REGION, queue_depth=4, device=device)
     with dram, ssd:
         node = Node(
-            index=Index(make_policy("lru", 64)),
+            index=Index(Accounts.make("lru", 64, quotas or {})),
             dram=dram,
             ssd=ssd,
             catalog=Catalog(None),

@@ -78,18 +78,15 @@ class Owners:
         return f"<Owners ways={len(self._ways)}>"
 
     def usable(self, number: int, namespace: Namespace, shard: int) -> bool:
-        """Whether a member is there, and has not failed since it answered last.
-
-        Where it has, this sees to it that it is found out whether it answers again.
-        """
+        """Whether a member is there, and has not failed since it answered last."""
         if number not in self._members():
             return False
         way = self._ways.get((number, namespace.fingerprint, shard))
-        if way is None or not way.puller.peer.doubtful:
+        if way is None:
             return True
+        # As long as somebody wants to know, its failure is not forgotten.
         way.used = self._node.clock()
-        way.puller.peer.probe()
-        return False
+        return not way.puller.peer.doubtful
 
     def puller(self, number: int, namespace: Namespace, shard: int) -> Puller | None:
         """The way to a member; None where there is no such member."""

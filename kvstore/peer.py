@@ -29,7 +29,8 @@ class Peer:
 
     The session is opened when it is first needed, and again after it has ended. A peer that does
     not answer is left alone for a while: what would be asked of it meanwhile fails at once. From
-    then on it is doubtful until it has answered something, be it a probe that nobody waits for.
+    then on it is doubtful until it has answered something, be it a probe that nobody waits for;
+    the first comes after some 50 ms, the others after pauses up to 2 s.
 
     Args:
         greeting: where the node is, and what the session is for.
@@ -85,12 +86,6 @@ class Peer:
                 raise Unavailable("this node asks its peers nothing any more") from None
             raise
 
-    def probe(self) -> None:
-        """Begin to find out whether a doubtful peer answers again, save where it just failed."""
-        if self._probing is None and not self._closed and not self._breaker.refuses(_now()):
-            self._probing = asyncio.get_running_loop().create_task(self._probe())
-            self._probing.add_done_callback(self._probed)
-
     def answered(self) -> None:
         """Take note that the peer has answered."""
         self._failed = False
@@ -109,8 +104,8 @@ class Peer:
         if session.heard != heard:
             self.answered()
         elif isinstance(error, DeadlineExceeded):
-            self._failed = True
             self._breaker.timed_out(_now())
+            self._doubt()
         if session.closed:
             self._lose()
 
@@ -157,14 +152,28 @@ class Peer:
         if opening.cancelled():
             return
         if opening.exception() is not None:
-            self._failed = True
             self._breaker.connect_failed(_now())
+            self._doubt()
         elif self._closed:
             opening.result().close()
         else:
             self._session = opening.result()
             self._failed = False
             self._breaker.connection_made()
+
+    def _doubt(self) -> None:
+        """From now on try now and then whether it answers again."""
+        self._failed = True
+        if self._probing is None and not self._closed:
+            self._probing = asyncio.get_running_loop().create_task(self._probes())
+            self._probing.add_done_callback(self._probed)
+
+    async def _probes(self) -> None:
+        while self._failed and not self._closed:
+            await asyncio.sleep(self._breaker.pause(_now()))
+            # It may have answered somebody else meanwhile.
+            if self._failed and not self._breaker.pause(_now()):
+                await self._probe()
 
     async def _probe(self) -> None:
         deadline = _now() + _PROBE_SECONDS
@@ -182,7 +191,7 @@ class Peer:
     def _probed(self, probing: asyncio.Task[None]) -> None:
         self._probing = None
         if not probing.cancelled() and probing.exception() is not None:
-            _log.error("probe of a peer failed", exc_info=probing.exception())
+            _log.error("probes of a peer ended", exc_info=probing.exception())
 
     def _lose(self) -> None:
         """Let go of the session there is."""

@@ -84,9 +84,10 @@ class Breaker:
             return Decision.TRY
         return Decision.CONNECT
 
-    def refuses(self, now: float) -> bool:
-        """Whether a call at ``now`` would be refused; changes nothing."""
-        return not (self._connected and not self._timeouts) and now < self._retry_at
+    def pause(self, now: float) -> float:
+        """For how many seconds from ``now`` calls are refused, 0 where one would be tried."""
+        healthy = self._connected and not self._timeouts
+        return 0.0 if healthy else max(0.0, self._retry_at - now)
 
     def connection_made(self) -> None:
         """Take note that a session was opened (and so the node has answered)."""

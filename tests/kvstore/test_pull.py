@@ -273,7 +273,10 @@ def test_a_peer_that_is_stopped_costs_the_deadline_once(tmp_path: Path, daemon: 
         assert 0.25 < time.monotonic() - began < 4
         # A peer in doubt is not asked at once, for times that grow.
         wait_for(lambda: home(hashes, 0.3) == (2, "unavailable"))
+        assert home.puller.peer.doubtful
         owner.signal(signal.SIGCONT)
+        # That it answers again is found out without anybody asking.
+        wait_for(lambda: not home.puller.peer.doubtful)
         wait_for(lambda: home(hashes, 1.0) == (8, ""))
     assert home.has(hashes)
 

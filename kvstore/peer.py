@@ -171,8 +171,7 @@ class Peer:
     async def _probes(self) -> None:
         while self._failed and not self._closed:
             await asyncio.sleep(self._breaker.pause(_now()))
-            # It may have answered somebody else meanwhile.
-            if self._failed and not self._breaker.pause(_now()):
+            if not self._breaker.pause(_now()):
                 await self._probe()
 
     async def _probe(self) -> None:

@@ -34,6 +34,8 @@ from benchmarks.directory_memory import server
 from benchmarks.node import node
 from benchmarks.tcp import free_port
 from kvstore.capacity import Capacity
+from kvstore.config import ClusterSection
+from kvstore.directory.names import pool_prefix
 from kvstore.homes import ROUTINGS, homes
 from kvstore.identity import Namespace
 from kvstore.replay import Replay
@@ -43,6 +45,7 @@ from kvstore.trace import BLOCK_TOKENS, Request, Trace
 from kvstore.units import parse_size
 
 DEADLINE: Final = 20.0
+MEETING: Final = 30.0
 
 
 @dataclass(slots=True)
@@ -93,12 +96,14 @@ def live(
     """What daemons hit, in one pool or each alone.
 
     Raises:
-        RuntimeError: a process did not start, or didn't end when told to.
+        RuntimeError: a process did not start, or didn't end when told to, or did not join.
     """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
         shared = stack.enter_context(server()) if pooled else None
         urls = stack.enter_context(_nodes(directory, configuration, block_bytes, shared))
+        if shared is not None:
+            _wait_until_met(shared, configuration.nodes)
         seen = _replay(requests, configuration, block_bytes, urls, pause)
         if shared is not None:
             facts: Any = shared.info("all")
@@ -132,6 +137,16 @@ def _nodes(
             own = {"node__name": str(number), "listen__tcp": f"127.0.0.1:{free_port()}"}
             urls.append(stack.enter_context(node(state, **values, **own)).unix)
         yield urls
+
+
+def _wait_until_met(shared: redis.Redis, nodes: int) -> None:
+    """Wait until all are members, and as long again as a member may take to hear of the last."""
+    until = time.monotonic() + MEETING
+    while shared.scard(pool_prefix(ClusterSection().pool) + b":members") != nodes:
+        if time.monotonic() > until:
+            raise RuntimeError(f"the daemons did not meet within {MEETING:.0f} s")
+        time.sleep(0.05)
+    time.sleep(2 * ClusterSection().heartbeat)
 
 
 def _replay(

@@ -189,8 +189,12 @@ class Peer:
 
     def _probed(self, probing: asyncio.Task[None]) -> None:
         self._probing = None
-        if not probing.cancelled() and probing.exception() is not None:
+        if probing.cancelled():
+            return
+        if probing.exception() is not None:
             _log.error("probes of a peer ended", exc_info=probing.exception())
+        elif self._failed:
+            self._doubt()
 
     def _lose(self) -> None:
         """Let go of the session there is."""

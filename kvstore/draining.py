@@ -85,10 +85,10 @@ class Draining:
             while not task.done():
                 yield self._progress()
                 await asyncio.wait((task,), timeout=_REPORT_SECONDS)
-            if not task.cancelled():
-                task.result()
         finally:
             await self._end(task)
+        if not task.cancelled():
+            task.result()
         yield self._progress(finished=True)
 
     async def resume(self) -> DrainProgress:
@@ -152,13 +152,13 @@ class Draining:
 
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Wait for the end of a drain, which is at once where it has not come to leave the pool."""
-        if self.state == "draining":
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if self.state == "draining":
-            self._serve()
         if self._task is task:
             self._task = None
+            if self.state == "draining":
+                # Before any wait: whoever hangs up may cancel this more than once.
+                task.cancel()
+                self._serve()
+        await asyncio.wait((task,))
 
     def _progress(self, *, finished: bool = False) -> DrainProgress:
         tally = self._tally

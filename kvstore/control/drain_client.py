@@ -21,6 +21,8 @@ class DrainClient(ControlChannel):
         async with aclosing(self.stream(DrainStub(self.channel).Drain, request)) as steps:
             async for step in steps:
                 yield decode(step, DrainProgress)
+                if step.finished:
+                    return
 
     async def resume(self) -> DrainProgress:
         """See ``DrainTarget.resume``."""

@@ -1,9 +1,10 @@
 """The node's answers to the calls of ``Drain``."""
 
+import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from grpclib.server import Stream
 
@@ -13,6 +14,9 @@ from kvstore.control.drain import MAX_SECONDS, DrainOrder, DrainTarget
 from kvstore.control.drain_grpc import DrainBase
 from kvstore.control.wire import encode
 from kvstore.errors import InvalidRequest
+
+_PARTING_SECONDS: Final = 5.0
+"""How long a caller may take to hang up before its connection goes."""
 
 
 class DrainService(DrainBase):
@@ -33,8 +37,16 @@ class DrainService(DrainBase):
             order = _order(request)
             async with aclosing(cast(Any, self._target.drain(order))) as steps:
                 async for step in steps:
+                    last = step.finished and step.state == "drained"
                     await stream.send_message(encode(step, pb.DrainProgress()))
-        if order.stop and step.state == "drained":
+            if order.stop and last:
+                await self._stop()
+
+    async def _stop(self) -> None:
+        """Stop the daemon when whoever asked has heard the last word, and so hung up."""
+        try:
+            await asyncio.sleep(_PARTING_SECONDS)
+        finally:
             self._target.stop()
 
     async def Resume(self, stream: Stream[pb.ResumeRequest, pb.DrainProgress]) -> None:

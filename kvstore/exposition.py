@@ -70,6 +70,7 @@ class MetricsCollector(Collector):
         yield from self._traffic()
         yield from self._movement()
         yield from self._holdings()
+        yield from self._tenants()
         yield from self._rdma()
         yield from self._pool()
         if self.directory is not None:
@@ -184,6 +185,27 @@ class MetricsCollector(Collector):
             ("reason",),
             [((reason,), seen.follower_failures[reason]) for reason in ("gap", "stuck")],
         )
+
+    def _tenants(self) -> Iterator[Metric]:
+        labels = ("tenant", "tier")
+        used = GaugeMetricFamily(
+            "kvstore_tenant_used_bytes",
+            "Bytes of blocks, by tenant; * is all others.",
+            labels=labels,
+        )
+        quotas = GaugeMetricFamily(
+            "kvstore_tenant_quota_bytes", "Bytes that a tenant may keep.", labels=labels
+        )
+        for one in self._metrics.tenants:
+            for tier, held, quota in (
+                ("dram", one.dram, one.quota.dram),
+                ("ssd", one.ssd, one.quota.ssd),
+            ):
+                used.add_metric((one.name, tier), held)
+                if quota is not None:
+                    quotas.add_metric((one.name, tier), quota)
+        yield used
+        yield quotas
 
     def _pool(self) -> Iterator[Metric]:
         seen = self._metrics

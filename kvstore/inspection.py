@@ -21,6 +21,7 @@ from kvstore.control.interface import (
     NamespaceReport,
     NodeStatus,
     Snapshot,
+    TenantReport,
     TierReport,
 )
 from kvstore.control.snapshot import take
@@ -93,7 +94,19 @@ class Inspection(Administration):
             transports=dict(metrics.transports),
             rdma=str(self._verbs),
             tiers=tuple(self._tier_reports()),
+            tenants=tuple(self._tenant_reports()),
         )
+
+    def _tenant_reports(self) -> Iterator[TenantReport]:
+        accounts = self._node.index.accounts
+        sessions = Counter(
+            accounts.of(one.namespace.tenant).name for one in self._server.sessions()
+        )
+        for one in accounts:
+            quota = one.quota
+            yield TenantReport(
+                one.name, one.dram, one.ssd, quota.dram, quota.ssd, sessions[one.name]
+            )
 
     async def snapshot(self) -> Snapshot:
         """See ``ControlTarget.snapshot``."""
@@ -123,6 +136,7 @@ class Inspection(Administration):
     def refresh(self) -> None:
         """Bring the occupancy and the device in the metrics up to date, before they are read."""
         self._node.metrics.rdma = self._verbs.state()
+        self._node.metrics.tenants = tuple(self._node.index.accounts)
         for report in self._tier_reports():
             self._node.metrics.occupancy[report.name] = Occupancy(
                 report.capacity, report.used, report.lost, report.blocks

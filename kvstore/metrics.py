@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from kvstore.accounts import Account
 from kvstore.departures import DepartureReason
 
 Direction = Literal["in", "out"]
@@ -162,6 +163,8 @@ class Metrics:
     put_seconds: Histogram = field(default_factory=Histogram)
     ssd_read_seconds: Histogram = field(default_factory=Histogram)
     ssd_write_seconds: Histogram = field(default_factory=Histogram)
+    tenants: tuple[Account, ...] = ()
+    """What each tenant of the configuration holds, and all others together."""
     occupancy: dict[str, Occupancy] = field(default_factory=dict)
     """Filled in by the node's ``refresh`` before a scrape (see ``kvstore.exposition``)."""
     rdma: RdmaState = field(default_factory=RdmaState)

@@ -1,4 +1,4 @@
-"""``status``, ``namespaces`` and ``top``: how the node does as a whole."""
+"""``status``, ``namespaces``, ``tenants`` and ``top``: how the node does as a whole."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command()(status)
     app.command()(namespaces)
+    app.command()(tenants)
     app.command()(top)
 
 
@@ -109,6 +110,39 @@ def namespaces(
     )  # fmt: skip
     spare = ("REVISION", "TPxPP", "SESSIONS", "DTYPE", "TENANT", "BLOCK TOKENS")
     console().print(table(columns, rows, spare=spare))
+
+
+def tenants(
+    node: NodeName = None,
+    as_json: AsJson = False,
+    control: Control = None,
+    config: ConfigFile = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Show what each tenant with a section holds of its quotas; * is all others together."""
+    from kvstore.units import format_size
+
+    found = ask(Remote(control, config, timeout, node), lambda client: client.status()).tenants
+    if as_json:
+        print_json(found)
+        return
+
+    def quota(size: int | None) -> str:
+        return "-" if size is None else format_size(size)
+
+    rows = [
+        (
+            one.name,
+            format_size(one.dram),
+            quota(one.dram_quota),
+            format_size(one.ssd),
+            quota(one.ssd_quota),
+            one.sessions,
+        )
+        for one in found
+    ]
+    columns = ("TENANT", ">DRAM", ">QUOTA", ">SSD", ">QUOTA", ">SESSIONS")
+    console().print(table(columns, rows))
 
 
 def top(

@@ -141,6 +141,47 @@ class TierReport(_message.Message):
 Global___TierReport: _TypeAlias = TierReport  # noqa: Y015
 
 @_typing.final
+class TenantReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DRAM_FIELD_NUMBER: _builtins.int
+    SSD_FIELD_NUMBER: _builtins.int
+    DRAM_QUOTA_FIELD_NUMBER: _builtins.int
+    SSD_QUOTA_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dram: _builtins.int
+    ssd: _builtins.int
+    dram_quota: _builtins.int
+    ssd_quota: _builtins.int
+    sessions: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dram: _builtins.int = ...,
+        ssd: _builtins.int = ...,
+        dram_quota: _builtins.int | None = ...,
+        ssd_quota: _builtins.int | None = ...,
+        sessions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dram_quota", b"_dram_quota", "_ssd_quota", b"_ssd_quota", "dram_quota", b"dram_quota", "ssd_quota", b"ssd_quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dram_quota", b"_dram_quota", "_ssd_quota", b"_ssd_quota", "dram", b"dram", "dram_quota", b"dram_quota", "name", b"name", "sessions", b"sessions", "ssd", b"ssd", "ssd_quota", b"ssd_quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dram_quota: _TypeAlias = _typing.Literal["dram_quota"]  # noqa: Y015
+    _WhichOneofArgType__dram_quota: _TypeAlias = _typing.Literal["_dram_quota", b"_dram_quota"]  # noqa: Y015
+    _WhichOneofReturnType__ssd_quota: _TypeAlias = _typing.Literal["ssd_quota"]  # noqa: Y015
+    _WhichOneofArgType__ssd_quota: _TypeAlias = _typing.Literal["_ssd_quota", b"_ssd_quota"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dram_quota) -> _WhichOneofReturnType__dram_quota | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ssd_quota) -> _WhichOneofReturnType__ssd_quota | None: ...
+
+Global___TenantReport: _TypeAlias = TenantReport  # noqa: Y015
+
+@_typing.final
 class NodeStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -179,6 +220,7 @@ class NodeStatus(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     RDMA_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     incarnation: _builtins.str
     version: _builtins.str
@@ -197,6 +239,8 @@ class NodeStatus(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierReport]: ...
     @_builtins.property
     def transports(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantReport]: ...
     def __init__(
         self,
         *,
@@ -215,10 +259,11 @@ class NodeStatus(_message.Message):
         tiers: _abc.Iterable[Global___TierReport] | None = ...,
         transports: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         rdma: _builtins.str = ...,
+        tenants: _abc.Iterable[Global___TenantReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "listens", b"listens", "name", b"name", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "rdma", b"rdma", "reservations", b"reservations", "sessions", b"sessions", "state", b"state", "tiers", b"tiers", "transports", b"transports", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "listens", b"listens", "name", b"name", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "rdma", b"rdma", "reservations", b"reservations", "sessions", b"sessions", "state", b"state", "tenants", b"tenants", "tiers", b"tiers", "transports", b"transports", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,19 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantReport:
+    """What one tenant holds, in bytes, and its quotas where it has any."""
+
+    name: str
+    """``*``: all tenants without a section in the configuration."""
+    dram: int
+    ssd: int
+    dram_quota: int | None = None
+    ssd_quota: int | None = None
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """Who the node is and how it does."""
 
@@ -66,6 +79,7 @@ class NodeStatus:
     """Sessions open, by transport."""
     rdma: str = ""
     """The RDMA device, port and GID in use, or why there is none."""
+    tenants: tuple[TenantReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,10 @@ class FakeTarget:
             tiers=self._tiers(),
             transports={"shm": 1, "tcp": 1, "rdma": 0},
             rdma="rdma is off in this node's configuration",
+            tenants=(
+                interface.TenantReport("search", 3 << 30, 0, 4 << 30, None, 2),
+                interface.TenantReport("*", 1 << 30, 6 << 20),
+            ),
         )
 
     async def snapshot(self) -> interface.Snapshot:

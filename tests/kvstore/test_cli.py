@@ -102,6 +102,30 @@ def test_status(cli: Cli) -> None:
     assert answer(cli, "status")["tiers"][0]["details"] == {"policy": "lru"}
 
 
+def test_tenants(cli: Cli) -> None:
+    _, out, _ = cli("tenants")
+    row = next(line for line in out.splitlines() if "search" in line)
+    assert " ".join(row.split()) == "search 3 GiB 4 GiB 0 B - 2"
+    assert answer(cli, "tenants") == [
+        {
+            "name": "search",
+            "dram": 3 << 30,
+            "ssd": 0,
+            "dram_quota": 4 << 30,
+            "ssd_quota": None,
+            "sessions": 2,
+        },
+        {
+            "name": "*",
+            "dram": 1 << 30,
+            "ssd": 6 << 20,
+            "dram_quota": None,
+            "ssd_quota": None,
+            "sessions": 0,
+        },
+    ]
+
+
 def test_namespaces(cli: Cli) -> None:
     _, out, _ = cli("namespaces")
     assert NAMESPACE.fingerprint.hex()[:16] in out

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
+from kvstore.control.interface import TenantReport
 from kvstore.errors import AccessDenied, InvalidRequest
 from kvstore.identity import ROOT_PARENT
 from kvstore.protocol.messages import (
@@ -25,7 +27,7 @@ from rdma.transport import split_place
 from tests.kvstore.peer import BLOCK, NAMESPACE, Peer, content
 from tests.kvstore.pooled import DRAM, REMOTE, pool
 from tests.kvstore.shared_peer import SharedPeer, peek_fds
-from tests.kvstore.watched import Watched, chain
+from tests.kvstore.watched import Operator, Watched, chain
 from tests.running import make_config, wait_for
 
 A = replace(NAMESPACE, tenant="a")
@@ -172,3 +174,25 @@ def test_a_pool_goes_on_with_a_new_token(tmp_path: Path) -> None:
             owner.put(HASHES)
             wait_for(lambda: fetched(reader, HASHES))
             assert other.metrics.pulled_blocks == {"node0": 4}
+
+
+def test_operators_see_what_each_tenant_holds(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"a": {"dram": "1MiB"}, "*": {"dram": 0}}
+    config = make_config(tmp_path, tenants=sections, listen={"metrics": "127.0.0.1:0"})
+    with Watched(config) as daemon, Peer(daemon.path) as owner, Peer(daemon.path) as other:
+        owner.hello(A)
+        owner.put(HASHES)
+        other.hello(OPEN)
+        other.put(HASHES[:1])
+        reports = {one.name: one for one in Operator(daemon).status().tenants}
+        assert reports == {
+            "a": TenantReport("a", 4 * BLOCK, 0, 1 << 20, None, 1),
+            "*": TenantReport("*", BLOCK, 0, 0, None, 1),
+        }
+        assert daemon.daemon.metrics_url is not None
+        with urlopen(daemon.daemon.metrics_url, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        assert f'kvstore_tenant_used_bytes{{tenant="a",tier="dram"}} {float(4 * BLOCK)}' in lines
+        assert 'kvstore_tenant_quota_bytes{tenant="a",tier="dram"} 1.048576e+06' in lines
+        assert 'kvstore_tenant_quota_bytes{tenant="*",tier="dram"} 0.0' in lines
+        assert not any("tenant_quota" in line and "ssd" in line for line in lines)

@@ -149,6 +149,12 @@ def redis_directory(section: ClusterSection) -> MakeDirectory:
     from kvstore.directory.redis import RedisDirectory
 
     address = DirectoryAddress.parse(section.directory)
-    access = Access(section.password_file, section.ca, section.certificate, section.key)
+    access = Access(
+        section.password_file,
+        section.ca,
+        section.certificate,
+        section.key,
+        section.sentinel_password_file,
+    )
     pace = Pace(heartbeat=section.heartbeat)
     return lambda member: RedisDirectory(address, section.pool, member, access, pace)

@@ -225,6 +225,8 @@ class ClusterSection(Section):
     password_file: OptionalPath = None
     """File whose first line is the password for the directory. Without it the variable
     ``KVSTORE_REDIS_PASSWORD`` counts."""
+    sentinel_password_file: OptionalPath = None
+    """The same for the Sentinels' own password, if they have one: ``KVSTORE_SENTINEL_PASSWORD``."""
     ca: OptionalPath = None
     """Certificates that the directory's must be signed by, with ``rediss://``. Unset: the
     system's."""

@@ -24,6 +24,7 @@ from kvstore.errors import ConfigError
 Kind = Literal["single", "unix", "sentinel", "cluster"]
 
 PASSWORD_VARIABLE: Final = "KVSTORE_REDIS_PASSWORD"
+SENTINEL_PASSWORD_VARIABLE: Final = "KVSTORE_SENTINEL_PASSWORD"
 _PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
 _KINDS: Final[Mapping[str, tuple[Kind, bool]]] = {
@@ -104,12 +105,15 @@ class Access:
         ca: certificates that the server's must be signed by; the system's where None.
         certificate: this node's, where the server asks for one.
         key: of the certificate.
+        sentinel_password_file: the same for the Sentinels' own password, which few have; the
+            variable is ``KVSTORE_SENTINEL_PASSWORD``.
     """
 
     password_file: Path | None = None
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    sentinel_password_file: Path | None = None
 
     def password(self) -> str | None:
         """The password as it is now.
@@ -117,15 +121,28 @@ class Access:
         Raises:
             ConfigError: the file can't be read, or is empty.
         """
-        if self.password_file is None:
-            return os.environ.get(PASSWORD_VARIABLE) or None
-        try:
-            lines = self.password_file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the directory's password can't be read: {error}") from None
-        if not lines or not lines[0]:
-            raise ConfigError(f"the directory's password file {self.password_file} is empty")
-        return lines[0]
+        return _secret(self.password_file, PASSWORD_VARIABLE)
+
+    def sentinel_password(self) -> str | None:
+        """That of the Sentinels as it is now.
+
+        Raises:
+            ConfigError: the file can't be read, or is empty.
+        """
+        return _secret(self.sentinel_password_file, SENTINEL_PASSWORD_VARIABLE)
+
+
+def _secret(path: Path | None, variable: str) -> str | None:
+    """The first line of a file, or else what a variable holds."""
+    if path is None:
+        return os.environ.get(variable) or None
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the directory's password can't be read: {error}") from None
+    if not lines or not lines[0]:
+        raise ConfigError(f"the directory's password file {path} is empty")
+    return lines[0]
 
 
 def _hosts(netloc: str, port: int) -> tuple[tuple[str, int], ...]:

@@ -7,7 +7,7 @@ errors. A call that is given up takes its connection with it, since an answer ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 from redis.asyncio import Redis, Sentinel
@@ -45,12 +45,12 @@ _FAILURES: Final = (RedisError, RedisClusterException, OSError, RuntimeError)
 
 
 class _Password(CredentialProvider):
-    def __init__(self, user: str, access: Access) -> None:
+    def __init__(self, user: str, read: Callable[[], str | None]) -> None:
         self._user = user
-        self._access = access
+        self._read = read
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._access.password() or ""
+        password = self._read() or ""
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
@@ -75,7 +75,7 @@ class Link:
         if address.kind == "cluster":
             self._client: Any = _cluster(address, options)
         elif address.kind == "sentinel":
-            self._sentinel = _sentinel(address, options)
+            self._sentinel = _sentinel(address, options, access)
             self._client = self._sentinel.master_for(address.service)
         elif address.kind == "unix":
             self._client = Redis(unix_socket_path=address.path, **_single(address, options))
@@ -102,7 +102,7 @@ class Link:
             "protocol": 2,
         }
         if password is not None:
-            options["credential_provider"] = _Password(address.user, access)
+            options["credential_provider"] = _Password(address.user, access.password)
         if address.tls:
             options |= {
                 "ssl": True,
@@ -232,8 +232,10 @@ def _single(address: Address, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sentinel(address: Address, options: dict[str, Any]) -> Sentinel:
+def _sentinel(address: Address, options: dict[str, Any], access: Access) -> Sentinel:
     to_sentinels = {key: value for key, value in options.items() if key != "credential_provider"}
+    if access.sentinel_password() is not None:
+        to_sentinels["credential_provider"] = _Password("", access.sentinel_password)
     return Sentinel(  # type: ignore[no-untyped-call] # its signature lacks types
         list(address.hosts),
         sentinel_kwargs=to_sentinels | {"retry": Retry(NoBackoff(), 0)},

@@ -171,7 +171,8 @@ def _covers(server: RedisServer, masters: int) -> bool:
 class Sentinels:
     """A master, a replica of it, and Sentinels that watch them as ``pool``."""
 
-    def __init__(self, directory: Path, sentinels: int = 3) -> None:
+    def __init__(self, directory: Path, sentinels: int = 3, password: str | None = None) -> None:
+        self._password = password
         self.servers = [RedisServer(directory / f"redis{n}", tcp=True) for n in range(2)]
         for server in self.servers:
             server.options["repl-diskless-sync-delay"] = 0
@@ -193,8 +194,10 @@ class Sentinels:
         _wait(lambda: "up" in str(self.servers[1].do("INFO", "replication")), self.servers[1].log)
         for port in self._ports:
             path = self._directory / f"sentinel{port}.conf"
+            word = self._password
+            secrets = f"requirepass {word}\nsentinel sentinel-pass {word}\n" if word else ""
             path.write_text(
-                f"port {port}\nbind 127.0.0.1\ndir {self._directory}\n"
+                f"{secrets}port {port}\nbind 127.0.0.1\ndir {self._directory}\n"
                 f"logfile {self._directory}/sentinel{port}.log\n"
                 f"sentinel monitor pool 127.0.0.1 {self.servers[0].port} 2\n"
                 "sentinel down-after-milliseconds pool 500\n"
@@ -207,7 +210,9 @@ class Sentinels:
 
     def _ready(self, port: int) -> bool:
         try:
-            with blocking.Redis(port=port, decode_responses=True, protocol=2) as client:
+            with blocking.Redis(
+                port=port, password=self._password, decode_responses=True, protocol=2
+            ) as client:
                 answer = client.execute_command("INFO", "sentinel")
         except blocking.ConnectionError:
             return False

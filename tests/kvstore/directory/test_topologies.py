@@ -79,6 +79,27 @@ async def test_a_failover_is_followed(sentinels: Sentinels, keep: Keep) -> None:
     await until(lambda: second.statistics.advertisements >= 2)
 
 
+async def test_sentinels_ask_for_a_password_of_their_own(tmp_path: Path, keep: Keep) -> None:
+    require_redis()
+    guarded = Sentinels(tmp_path / "guarded", sentinels=1, password="for-sentinels")
+    path = tmp_path / "password"
+    path.write_text("wrong\n")
+    access = Access(sentinel_password_file=path)
+    try:
+        guarded.start()
+        address = Address.parse(guarded.url)
+        only = RedisDirectory(address, "pool", member("one"), access=access, pace=QUICK)
+        keep(only)
+        await only.open()
+        await until(lambda: bool(only.statistics.failures))
+        assert only.me is None
+        path.write_text("for-sentinels\n")
+        await until(lambda: only.me is not None)
+        await only.close()
+    finally:
+        guarded.kill()
+
+
 @pytest.fixture
 def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
     require_redis()

@@ -165,7 +165,7 @@ async def test_a_wrong_location_is_withdrawn_for_all(make: Make) -> None:
     for place in places(blocks)[4:]:
         first.withdraw(place, _number(second))
     await until_reach(first, blocks, 5, owners={_number(third)})
-    assert first.statistics.withdrawn == 2
+    await until(lambda: first.statistics.withdrawn == 2)
     # Who was wronged may say so again.
     store(second, blocks)
     await until_reach(first, blocks, 6, owners={_number(second)})

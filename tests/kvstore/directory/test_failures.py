@@ -87,8 +87,9 @@ async def test_redis_is_killed_and_comes_back_empty(node: Join, server: RedisSer
     store(second, late)
     server.start()
     await until_reach(first, BLOCKS, len(BLOCKS))
+    # Not always by then: a batch whose answer was lost with Redis has been told again by itself.
+    await until(lambda: second.statistics.advertisements >= 2)
     await joined(first, second)
-    assert second.statistics.advertisements >= 2
     # Nothing was kept for the old number, so this comes from the inventory or was said again.
     store(second, late)
     await until_reach(first, late, 5, owners={number(second)})

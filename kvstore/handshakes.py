@@ -82,7 +82,11 @@ class Handshakes:
                 peer = str(sock.getpeername())
                 tune(sock)
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    if not await _begins_tls(sock):
+                    await readable(sock)
+                    first = sock.recv(1, socket.MSG_PEEK)
+                    if not first:
+                        return  # as who only tries whether somebody listens
+                    if first != _HANDSHAKE_RECORD:
                         error = ProtocolError(
                             "this node speaks TLS here: its address begins with tls://"
                         )
@@ -108,12 +112,6 @@ class Handshakes:
 def _as_ours(error: OSError) -> KVStoreError:
     denied = isinstance(error, TlsError) and error.denied
     return AccessDenied(str(error)) if denied else ProtocolError(str(error))
-
-
-async def _begins_tls(sock: socket.socket) -> bool:
-    """Whether the first byte is one of TLS; it is left unread. An end without one counts too."""
-    await readable(sock)
-    return sock.recv(1, socket.MSG_PEEK) in (_HANDSHAKE_RECORD, b"")
 
 
 async def _linger(sock: socket.socket) -> None:

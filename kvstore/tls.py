@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import ssl
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import structlog
 
-from kvstore.config import Config, TlsSection
+from kvstore.config import ClusterSection, Config, TlsSection
+from kvstore.directory.address import PASSWORD_VARIABLE
+from kvstore.directory.address import Address as DirectoryAddress
 from kvstore.errors import ConfigError
 from kvstore.units import Address
 from rdma.certificates import CertificateFiles, Certificates, to_connect, to_serve
@@ -79,21 +82,26 @@ def warnings(config: Config, *, rdma: bool) -> Iterator[str]:
         config: of the node.
         rdma: whether it has a device for it.
     """
+    if config.cluster.directory:
+        yield from _directory_warnings(config.cluster)
     listen, tls = config.listen, config.tls
     if tls.on:
         if rdma:
             yield "what goes by RDMA is not encrypted, only what is said about it"
         return
-    for key, address, token in (
-        ("tcp", listen.tcp, config.session_token),
-        ("control", listen.control, config.control_token),
+    for key, address, guarded in (
+        ("tcp", listen.tcp, config.session_token is not None or config.tenant_token_files),
+        ("control", listen.control, config.control_token is not None),
     ):
-        if token is not None and _far(address):
+        if guarded and address is not None and not address.loopback:
             yield f"listen.{key} has no TLS: its token can be read, and used, by who is on the way"
 
 
-def _far(address: Address | None) -> bool:
-    return address is not None and not address.loopback
+def _directory_warnings(section: ClusterSection) -> Iterator[str]:
+    where = DirectoryAddress.parse(section.directory)
+    far = not all(Address(*host).loopback for host in where.hosts)
+    if far and not where.tls and (section.password_file or os.environ.get(PASSWORD_VARIABLE)):
+        yield "cluster.directory has no TLS (rediss://): its password can be read on the way"
 
 
 def _made(

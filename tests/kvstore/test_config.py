@@ -267,6 +267,27 @@ def test_a_token_that_can_be_read_on_the_way_is_warned_of() -> None:
     assert "RDMA is not encrypted" in "".join(warnings(secure, rdma=True))
 
 
+@pytest.mark.parametrize(
+    ("directory", "warned"),
+    [
+        ("redis://cache", True),
+        ("redis+sentinel://127.0.0.1,cache/main", True),
+        ("redis://127.0.0.1", False),
+        ("unix:///redis.sock", False),
+        ("rediss://cache", False),
+    ],
+)
+def test_a_password_that_can_be_read_on_the_way_is_warned_of(
+    directory: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVSTORE_REDIS_PASSWORD", raising=False)
+    environ = {"KVSTORE_LISTEN__TCP": "127.0.0.1:1", "KVSTORE_CLUSTER__DIRECTORY": directory}
+    assert not list(warnings(load(environ=environ).config, rdma=False))
+    environ["KVSTORE_CLUSTER__PASSWORD_FILE"] = "/password"
+    found = list(warnings(load(environ=environ).config, rdma=False))
+    assert [sentence.split()[0] for sentence in found] == ["cluster.directory"] * warned
+
+
 def test_secrets_are_not_printed_and_no_flags(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("hush\n")

@@ -260,6 +260,18 @@ def test_a_node_that_stops_is_a_miss_in_time_and_is_used_again(
         assert np.array_equal(into, data)
 
 
+def test_who_only_looks_whether_somebody_listens_is_no_failure(strict: DaemonThread) -> None:
+    port = int(tls_url(strict).rpartition(":")[2])
+    before = strict.daemon.metrics.errors.total()
+    socket.create_connection(("127.0.0.1", port)).close()
+    with socket.create_connection(("127.0.0.1", port)) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        plain.settimeout(20)
+        assert b"this node speaks TLS" in plain.recv(1000)
+    wait_for(lambda: not len(strict.daemon.server._handshakes or ()))
+    assert strict.daemon.metrics.errors.total() == before + 1
+
+
 def test_older_versions_of_tls_are_refused(strict: DaemonThread) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -14,13 +14,9 @@ class Load:
 
     Args:
         node: whose.
-
-    Attributes:
-        draining: whether it is leaving the pool and takes nothing more.
     """
 
     def __init__(self, node: Node) -> None:
-        self.draining = False
         self._node = node
         self._began = node.clock()
         self._heat = Heat(self._began)
@@ -39,7 +35,7 @@ class Load:
             "pulled_bytes": metrics.pulled_bytes.total(),
             "sessions": metrics.sessions,
             "uptime": now - self._began,
-            "draining": float(self.draining),
+            "draining": float(not node.accepts_puts),
         }
         if node.ssd is not None:
             statistics = node.ssd.statistics()

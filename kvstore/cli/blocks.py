@@ -1,9 +1,10 @@
 """``ls``, ``inspect``, ``match`` and ``explain``: which blocks are held, and why others are not."""
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstore.cli.block_views import block_facts, block_table, runs, sentence
 from kvstore.cli.options import (
     AsJson,
     ConfigFile,
@@ -20,8 +21,6 @@ from kvstore.cli.output import console, counted, print_json, short, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.table import Table
 
     from kvstore.control.client import ControlClient
     from kvstore.control.interface import BlockPage, BlockReport, Explanation, MatchReport
@@ -44,25 +43,6 @@ Lora = Annotated[
     str | None, typer.Option("--lora", help="LoRA adapter that the tokens ran through.")
 ]
 Salt = Annotated[str | None, typer.Option("--cache-salt", help="Cache salt of the requests.")]
-
-_SPARE: Final = ("CRC32C", "PARENT", "CHILDREN", "NAMESPACE", "SHARD", "IDLE")
-"""Columns that give way where the terminal is narrow, the first one first."""
-_ENDINGS: Final = {
-    "complete": "The whole prefix is held.",
-    "never_stored": "Nobody has stored the next block.",
-    "forgotten": "The next block was never stored, or left so long ago that the node forgot.",
-    "pending": "The next block is being written now.",
-    "corrupt": "The next block did not match its checksum and was dropped.",
-    "node_gone": "The node that held the next block left the cluster.",
-}
-_REASONS: Final = {
-    "capacity": "to make room",
-    "ssd_busy": "to make room, before the SSD tier had taken a copy: it could not keep up",
-    "ssd_reclaim": "when its region of the SSD log was reclaimed",
-    "corrupt": "because it did not match its checksum",
-    "medium_failed": "because its medium could not be read",
-    "admin": "because an operator evicted it",
-}
 
 
 def register(app: typer.Typer) -> None:
@@ -131,56 +111,6 @@ def _print_page(page: "BlockPage", *, as_json: bool, last: bool) -> None:
         console(errors=True).print(f"More blocks: --all, or --cursor {page.cursor.hex()}")
 
 
-def block_table(blocks: "Sequence[BlockReport]", nodes: "Sequence[str] | None" = None) -> "Table":
-    """A table of blocks, with the node of each where ``nodes`` names them."""
-    from kvstore.units import format_duration, format_size
-
-    rows = [
-        (
-            short(block.namespace)[:8],
-            block.shard,
-            short(block.hash),
-            "root" if not any(block.parent) else short(block.parent),
-            "+".join(block.tiers) if block.state == "committed" else block.state,
-            format_size(block.size),
-            block.children,
-            block.pins,
-            format_duration(block.age),
-            format_duration(block.idle),
-            "-" if block.checksum is None else f"{block.checksum:08x}",
-        )
-        for block in blocks
-    ]
-    columns = (
-        "NAMESPACE", ">SHARD", "HASH", "PARENT", "TIERS", ">SIZE", ">CHILDREN", ">PINS", ">AGE",
-        ">IDLE", "CRC32C",
-    )  # fmt: skip
-    if nodes is None:
-        return table(columns, rows, spare=_SPARE)
-    named = [(node, *row) for node, row in zip(nodes, rows, strict=True)]
-    return table(("NODE", *columns), named, spare=_SPARE)
-
-
-def _block_facts(block: "BlockReport") -> "Table":
-    from kvstore.units import format_duration, format_size
-
-    facts = (
-        ("hash", block.hash.hex()),
-        ("parent", block.parent.hex() if any(block.parent) else "none: the first of its prefix"),
-        ("namespace", block.namespace.hex()),
-        ("shard", block.shard),
-        ("state", block.state),
-        ("tiers", " and ".join(block.tiers) or "-"),
-        ("size", format_size(block.size)),
-        ("children", block.children),
-        ("pins", block.pins),
-        ("age", format_duration(block.age)),
-        ("last use", f"{format_duration(block.idle)} ago"),
-        ("crc32c", "not computed yet" if block.checksum is None else f"{block.checksum:08x}"),
-    )
-    return table(("BLOCK", short(block.hash)), facts)
-
-
 def inspect(
     block: Annotated[str, typer.Argument(metavar="HASH", help="The block's hash, in hex.")],
     prefix: Annotated[
@@ -218,7 +148,7 @@ def inspect(
     if as_json:
         print_json(found)
     elif len(found) == 1:
-        console().print(_block_facts(found[0]))
+        console().print(block_facts(found[0]))
     elif found:
         console().print(block_table(found))
     else:
@@ -283,17 +213,6 @@ def match(
         raise typer.Exit(1)
 
 
-def runs(tiers: "Sequence[str]") -> list[tuple[int, int, str]]:
-    """First index, last index and tier of each run of equal tiers."""
-    found: list[tuple[int, int, str]] = []
-    for index, tier in enumerate(tiers):
-        if found and found[-1][2] == tier:
-            found[-1] = (found[-1][0], index, tier)
-        else:
-            found.append((index, index, tier))
-    return found
-
-
 def explain(
     hashes: Hashes = None,
     tokens: Tokens = None,
@@ -341,24 +260,3 @@ def explain(
             screen.print(f"The first block that is not held is {found.hash.hex()}.", soft_wrap=True)
     if found.blocks + found.remote < found.asked:
         raise typer.Exit(1)
-
-
-def sentence(found: "Explanation") -> str:
-    """What an explanation says, for people."""
-    from kvstore.units import format_duration
-
-    if found.ending == "departed":
-        ago = f" {format_duration(found.ago)} ago" if found.ago is not None else ""
-        reason = _REASONS.get(found.reason, found.reason)
-        return f"The next block left the {found.tier} tier{ago}, {reason}."
-    if found.ending == "shard_absent":
-        return f"The next block is held by some shards, but not by shard {found.shard}."
-    if found.ending == "other_namespace":
-        fields = "; ".join(found.differences)
-        return (
-            f"The next block is held only in namespace {short(found.nearest)}, which differs: "
-            f"{fields}."
-        )
-    if found.ending == "node_gone" and found.gone:
-        return f"The node {found.gone} held the next block, and has left the pool."
-    return _ENDINGS[found.ending]

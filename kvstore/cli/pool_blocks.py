@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import typer
 
-from kvstore.cli.blocks import block_table, runs, sentence
+from kvstore.cli.block_views import block_table, runs, sentence
 from kvstore.cli.naming import Prefix, find_block, find_namespace
 from kvstore.cli.options import Remote
 from kvstore.cli.output import console, counted, plain, print_json, short, table

@@ -99,6 +99,7 @@ class Handover:
         self._runs = Runs()
         self._targets: dict[Entry, int] = {}
         self._last: dict[int, Sequence[Entry]] = {}
+        self._taken: dict[int, Tally] = {}
         self._refusals: Counter[int] = Counter()
         self._next_at = 0.0
         self._clock = asyncio.get_running_loop().time
@@ -108,7 +109,7 @@ class Handover:
         for _ in range(_PASSES):
             before = len(self._runs)
             await self._pass()
-            if len(self._runs) == before:
+            if not self._take_back() and len(self._runs) == before:
                 break
         tally = self.tally
         tally.total = max(tally.total, len(self._runs))
@@ -136,6 +137,21 @@ class Handover:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take_back(self) -> bool:
+        """Have what was taken by nodes that are gone since offered anew; whether there is any."""
+        members = self._directory.members
+        gone = {number for number in self._taken if number not in members}
+        if not gone:
+            return False
+        self._runs.forget(entry for entry, number in self._targets.items() if number in gone)
+        for number in gone:
+            taken = self._taken.pop(number)
+            self._last.pop(number, None)
+            self.tally.held -= taken.held
+            self.tally.moved -= taken.moved
+            self.tally.bytes -= taken.bytes
+        return True
 
     @staticmethod
     def _parts(run: Sequence[Entry]) -> list[Sequence[Entry]]:
@@ -224,15 +240,17 @@ class Handover:
             if most == len(path):
                 break
         taken = max(most - (len(path) - len(run)), 0)
-        if taken:
-            self._last[best] = path[:most]
-            self._targets.update(dict.fromkeys(run, best))
-        if holder == best:
-            self.tally.held += taken
-        else:
-            self.tally.moved += taken
-            self.tally.bytes += taken * run[0].shard.block_bytes
         self.tally.left += len(run) - taken
+        if not taken:
+            return
+        self._last[best] = path[:most]
+        self._targets.update(dict.fromkeys(run, best))
+        for tally in (self.tally, self._taken.setdefault(best, Tally())):
+            if holder == best:
+                tally.held += taken
+            else:
+                tally.moved += taken
+                tally.bytes += taken * run[0].shard.block_bytes
 
     async def _offer_to(self, number: int, path: Sequence[Entry]) -> int:
         """Offer a chain to one node.

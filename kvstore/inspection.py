@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import zip_longest
+from typing import Literal
 
 from kvstore.administration import Administration
 from kvstore.config import Config
@@ -84,7 +85,7 @@ class Inspection(Administration):
             version=version("tiered-kvstore"),
             pid=os.getpid(),
             uptime=node.clock() - self._started,
-            state="stopping" if self._server.stopping else "serving",
+            state=self._state(),
             listens=self.urls,
             sessions=metrics.sessions,
             namespaces=len({shard.namespace for shard in node.index.shards}),
@@ -107,6 +108,11 @@ class Inspection(Administration):
             yield TenantReport(
                 one.name, one.dram, one.ssd, quota.dram, quota.ssd, sessions[one.name]
             )
+
+    def _state(self) -> Literal["serving", "draining", "stopping"]:
+        if self._server.stopping:
+            return "stopping"
+        return "serving" if self._node.accepts_puts else "draining"
 
     async def snapshot(self) -> Snapshot:
         """See ``ControlTarget.snapshot``."""

@@ -40,6 +40,10 @@ class Runs:
         """Blocks handed out so far."""
         return len(self._passed)
 
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Have blocks handed out once more, as if they had not been."""
+        self._passed.difference_update(entries)
+
     def of(self, entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
         """Cut blocks into runs, without those handed out before and those that are gone.
 

@@ -66,7 +66,7 @@ class NodeStatus:
     version: str
     pid: int
     uptime: float
-    state: Literal["starting", "serving", "stopping"]
+    state: Literal["starting", "serving", "draining", "stopping"]
     listens: tuple[str, ...]
     """URLs that clients may connect to, and those of control plane and metrics."""
     sessions: int

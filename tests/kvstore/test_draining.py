@@ -51,6 +51,10 @@ def drain(
     return found
 
 
+def name(node: PooledNode) -> str:
+    return node.config.node.name
+
+
 def members(node: PooledNode) -> set[str]:
     """The others that a node knows."""
 
@@ -233,6 +237,25 @@ def test_a_target_that_is_gone_is_passed_over(three: Pool) -> None:
         put(one, hashes)
     gone.vanish()
     last = drain(one)
+    assert (last.left, last.moved) == (0, 48)
+    assert all(holds(other, hashes) for hashes in CHAINS)
+
+
+def test_what_a_target_took_that_is_gone_before_the_end_is_moved_again(three: Pool) -> None:
+    one, *others = three.nodes
+    for hashes in CHAINS:
+        put(one, hashes)
+    gone: list[PooledNode] = []
+
+    def lose(_: DrainProgress) -> None:
+        taken = [node for node in others if node.metrics.offered["taken"]]
+        if taken and not gone:
+            gone.append(taken[0])
+            (number,) = (n for n, one in three.memory.members.items() if one.node == name(taken[0]))
+            three.memory.leave(number)
+
+    last = drain(one, DrainOrder(30.0, rate=40.0 * NAMESPACE.block_bytes), lose)
+    (other,) = (node for node in others if node not in gone)
     assert (last.left, last.moved) == (0, 48)
     assert all(holds(other, hashes) for hashes in CHAINS)
 

@@ -18,6 +18,7 @@ from kvstore.cli import block_views, main, naming, watch
 from kvstore.control import interface
 from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
+from kvstore.departures import DepartureReason
 from kvstore.errors import OutOfSpace
 from kvstore.units import Address
 from tests.kvstore.fake_target import (
@@ -259,6 +260,10 @@ def test_runs_of_a_tier() -> None:
         (0, 1, "dram"), (2, 2, "ssd"), (3, 3, "dram"),
     ]  # fmt: skip
     assert block_views.runs([]) == []
+
+
+def test_every_reason_to_leave_has_a_sentence() -> None:
+    assert set(block_views._REASONS) == {str(reason) for reason in DepartureReason}
 
 
 EXPLANATIONS = [

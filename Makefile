@@ -7,6 +7,7 @@
 #   make test-vllm   the tests on the real vLLM, in an environment of their own, .venv-vllm
 #   make lint types contracts proto-check wheel-check     what CI checks besides
 #   make bench       the speed table, as ratios measured in the same run
+#   make bench-pool  the same of two nodes and a Redis
 #   make bench-vllm  the same of the connector in real vLLM engines, beside its peers
 #   make format proto                          rewrite files in place
 
@@ -19,10 +20,10 @@ READY := $(VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-rdma bench-vllm clean
+.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-pool bench-rdma bench-vllm clean
 
 help:
-	@sed -n '3,12s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,13s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
@@ -80,6 +81,10 @@ wheel-check: $(READY)
 bench: $(READY)
 	@command -v fio >/dev/null || { [ "$$(id -u)" -eq 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends fio; } || echo "bench: no fio: the SSD row will say so"
 	$(PYTHON_) -m benchmarks $(BENCH)
+
+bench-pool: $(READY)
+	@command -v redis-server >/dev/null || RUNLEVEL=1 scripts/apt-install redis-server
+	$(PYTHON_) -m benchmarks --only pool --markdown $(BENCH)
 
 # The figures of one kind of emulated machine: only their ratios mean anything.
 bench-rdma: $(READY)

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from benchmarks.machine import describe
 from benchmarks.measure import Row, Settings
-from benchmarks.table import as_json, table
+from benchmarks.table import as_json, markdown, table
 
 GROUPS = ("shm", "tcp", "match", "ssd", "index_memory", "hashing")
-SPECIAL = ("rdma",)
-"""Groups that need what few machines have; measured only where they are asked for."""
+SPECIAL = ("rdma", "pool")
+"""Groups that need what not every machine has, RDMA or Redis, or take long; measured only where
+they are asked for."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -39,7 +40,10 @@ def main() -> int:
                 rows += importlib.import_module(f"benchmarks.{group}").measure(settings)
     # A pipe has no width; the table is then as wide as its text.
     console = Console(width=None if sys.stdout.isatty() else 220)
-    console.print(table(rows))
+    if arguments.markdown:
+        print(markdown(rows))
+    else:
+        console.print(table(rows))
     path = arguments.json or RESULTS / time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(rows, machine), indent=1) + "\n")
@@ -55,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=9, help="turns of subject and limit each")
     parser.add_argument("--quick", action="store_true", help="few short turns: figures mean little")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a goal is missed")
+    parser.add_argument("--markdown", action="store_true", help="print the table for a document")
     parser.add_argument("--json", type=Path, help="where every turn is written")
     parser.add_argument(
         "--directory", default="/var/tmp", help="on the disk that the SSD row is to measure"

@@ -45,7 +45,7 @@ class Row:
         limit: what it is held against.
         unit: ``s``, ``B/s`` or ``B``; of both figures.
         sense: whether the ratio must be at least, or under, the goal.
-        goal: the ratio to reach.
+        goal: the ratio to reach; None where the figure is for comparison only.
         rounds: (subject, limit) of every turn.
         note: what a reader of the figure should know.
         skipped: why there is no figure; empty where there is one.
@@ -56,7 +56,7 @@ class Row:
     limit: str
     unit: Literal["s", "B/s", "B"]
     sense: Sense
-    goal: float
+    goal: float | None
     rounds: tuple[tuple[float, float], ...] = ()
     note: str = ""
     skipped: str = ""
@@ -79,7 +79,9 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether the median ratio reaches the goal."""
+        """Whether the median ratio reaches the goal, if there is one."""
+        if self.goal is None:
+            return True
         if self.skipped:
             return False
         return self.ratio >= self.goal if self.sense == "at least" else self.ratio < self.goal

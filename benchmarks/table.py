@@ -25,14 +25,27 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    goal = f"{row.sense} {row.goal:g}"
+    goal = "-" if row.goal is None else f"{row.sense} {row.goal:g}"
     if row.skipped:
         return row.subject, "-", row.limit, "-", row.skipped, goal, "[yellow]no figure[/]"
     subject, limit = (quantity(value, row.unit) for value in row.medians)
     ratios = row.ratios
     spread = f"{row.ratio:.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
     met = "[green]met[/]" if row.met else "[red]missed[/]"
+    met = "-" if row.goal is None else met
     return row.subject, subject, row.limit, limit, spread, goal, met
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The same for a document."""
+    heads = ("row", "subject", "median", "limit", "median", "ratio", "goal")
+    lines = [heads, ("---",) * len(heads)]
+    for row in rows:
+        subject, median, limit, other, spread, goal, _ = _cells(row)
+        lines.append((f"`{row.key}`", subject, median, limit, other, spread, goal))
+    notes = [f"- `{row.key}`: {row.note}." for row in rows if row.note]
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([*table, *([""] if notes else []), *notes])
 
 
 def quantity(value: float, unit: str) -> str:

@@ -176,8 +176,8 @@ def pool(directory: Path, number: int, **sections: dict[str, Any]) -> Iterator[P
         merged = {"listen": LISTEN} | sections | {"node": node, "cluster": cluster}
         configs.append(make_config(directory / f"node{at}", **merged))
     running = Pool()
-    running.open(configs)
     try:
+        running.open(configs)
         yield running
         running.check()
     finally:

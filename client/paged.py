@@ -8,19 +8,24 @@ interleave layers and blocks, or in padding, thus make the same bytes under the 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from client.buffers import flat_bytes, writable_bytes
-from client.paged_copies import ByteArray, Copies, HostCopies
+from client.paged_copies import Arrays, Copies, DirectCopies, HostCopies, LayersLoading
 from client.paged_layers import Group, Layer, Span, Strided, describe, fuse, layer_of, spans
 from client.paged_staging import STAGE_BYTES, StagedCopies
+from client.pinning import pinned_segments
 from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch
+
+logger = logging.getLogger("kvstore.client.paged")
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class PagedMemory:
         copies: Copies
         if staged if staged is not None else devices != {"cpu"}:
             room = max(stage_bytes, layout.block_bytes)
-            copies = StagedCopies(kept, groups, blocks, room)
+            copies = _without_the_cpu(kept, groups, room, StagedCopies(kept, groups, blocks, room))
         else:
             copies = HostCopies(kept, groups, blocks)
         return cls(layout, blocks, numbers, groups, copies)
@@ -213,6 +218,41 @@ class PagedMemory:
         self._check_ids(block_ids, len(sources))
         self._copies.scatter(sources, block_ids, covered, after)
 
+    def load_layers(
+        self, blocks: Sequence[memoryview], block_ids: Sequence[int], *, after: object | None = None
+    ) -> LayersLoading:
+        """Begin to copy blocks into the KV tensors, layer by layer.
+
+        The model may be run at once, each layer behind ``wait`` of what is returned. Where the
+        device can't read the blocks by itself, they are there when this returns.
+
+        Args:
+            blocks: the bytes of each block; they must stay what they are until ``finish`` of what
+                is returned.
+            block_ids: the engine's ids of the blocks, no two the same.
+            after: as for ``scatter``.
+
+        Raises:
+            InvalidRequest: there is no such block, or the number of buffers is not that of the
+                blocks.
+            NamespaceMismatch: a buffer has another size.
+        """
+        sources = _arrays([flat_bytes(buffer) for buffer in blocks], self.layout.block_bytes)
+        self._check_ids(block_ids, len(sources))
+        if sources and isinstance(self._copies, DirectCopies):
+            covered = [self._layer(number) for number in range(self.layout.layers)]
+            loading = self._copies.scatter_layers(sources, block_ids, covered, after)
+            if loading is not None:
+                return loading
+        self._copies.scatter(sources, block_ids, self._range(None)[0], after)
+        return LayersLoading()
+
+    def _layer(self, number: int) -> list[Span]:
+        """One layer in the buffer of a whole block."""
+        start, _ = self.layout.layer_range(number)
+        found = spans(self._groups, number, 1)
+        return [replace(span, offset=start + span.offset) for span in found]
+
     def _range(self, layers: tuple[int, int] | None) -> tuple[list[Span], int]:
         first, count = (0, self.layout.layers) if layers is None else layers
         return spans(self._groups, first, count), self.layout.layer_range(first, count)[1]
@@ -223,6 +263,22 @@ class PagedMemory:
         for block in block_ids:
             if not 0 <= block < self.blocks:
                 raise InvalidRequest(f"block {block} is not one of {self.blocks}")
+
+
+def _without_the_cpu(
+    tensors: Sequence[Any], groups: Sequence[Group], room: int, staged: Copies
+) -> Copies:
+    """Copies by the GPU itself, where there is one and Triton; otherwise those given."""
+    if tensors[0].device.type != "cuda":
+        return staged
+    try:
+        kernels = import_module("client.paged_cuda")
+        pinned = pinned_segments()
+    except ImportError as error:
+        logger.warning("blocks are copied by way of the CPU: %s", error)
+        return staged
+    direct: Copies = kernels.CudaCopies(sys.modules["torch"], tensors, groups, pinned, staged, room)
+    return direct
 
 
 def _strided(name: str, tensor: Any) -> Strided:
@@ -259,8 +315,8 @@ def _check_distinct(layers: Mapping[Layer, int]) -> None:
         raise ConfigError("two layers begin at the same address but are not alike")
 
 
-def _arrays(buffers: Sequence[memoryview], length: int) -> list[ByteArray]:
+def _arrays(buffers: Sequence[memoryview], length: int) -> Arrays:
     for buffer in buffers:
         if len(buffer) != length:
             raise NamespaceMismatch(f"a buffer has {len(buffer)} bytes, {length} are needed")
-    return [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    return Arrays(buffers)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 
 from client.paged_layers import Group, Span
 
 ByteArray: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class Arrays(Sequence[ByteArray]):
+    """Buffers as arrays, made when they are asked for: a device can begin with the first of many.
+
+    Args:
+        buffers: flat bytes, all of one length.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    @overload
+    def __getitem__(self, index: int) -> ByteArray: ...
+    @overload
+    def __getitem__(self, index: slice) -> Arrays: ...
+    def __getitem__(self, index: int | slice) -> ByteArray | Arrays:
+        if isinstance(index, slice):
+            return Arrays(self._buffers[index])
+        return np.frombuffer(self._buffers[index], np.uint8)
+
+    def __iter__(self) -> Iterator[ByteArray]:
+        return (np.frombuffer(buffer, np.uint8) for buffer in self._buffers)
 
 
 class Copies(Protocol):
@@ -35,6 +61,59 @@ class Copies(Protocol):
         after: object | None,
     ) -> None:
         """Copy into the tensors."""
+
+
+@runtime_checkable
+class DirectCopies(Copies, Protocol):
+    """Copies that a device does by itself, so that they can be queued."""
+
+    def scatter_layers(
+        self,
+        sources: Sequence[ByteArray],
+        block_ids: Sequence[int],
+        covered: Sequence[Sequence[Span]],
+        after: object | None,
+    ) -> LayersLoading | None:
+        """Queue copies into the tensors, layer by layer; None where it can't reach the sources."""
+
+
+class LayersLoading:
+    """A load that layers of the model can be computed behind, one by one.
+
+    Args:
+        events: for each layer, what is recorded once it is there; empty where all are.
+        keep: what must live until the end.
+        release: lets go of what the load used.
+    """
+
+    def __init__(
+        self,
+        events: Sequence[Any] = (),
+        keep: object = None,
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._events = events
+        self._keep = keep
+        self._release: Callable[[], object] | None = release
+
+    def wait(self, layer: int) -> None:
+        """Have the current stream wait until a layer is there; the host does not wait."""
+        if self._events:
+            self._events[layer].wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether all layers are there."""
+        return not self._events or bool(self._events[-1].query())
+
+    def finish(self) -> None:
+        """Wait on the host until all layers are there; may be called again, from any thread."""
+        if self._events:
+            self._events[-1].synchronize()
+        release, self._release = self._release, None
+        if release is not None:
+            self._keep = None
+            release()
 
 
 class HostCopies:

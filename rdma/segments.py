@@ -9,13 +9,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from rdma.errors import BadPlace, SegmentError
 from rdma.region import address_of
 from rdma.transport import OFFSET_MASK, SEGMENT_SHIFT
 
-__all__ = ["SegmentMap"]
+__all__ = ["SegmentMap", "Watcher", "watch"]
 
 _POPULATE_WRITE: Final = 23
 _PIECE: Final = 8 << 20
@@ -23,6 +23,29 @@ _PIECE: Final = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
+
+
+class Watcher(Protocol):
+    """Is told of all mappings of the process, as one that registers them with a device must be."""
+
+    def mapped(self, address: int, size: int) -> None:
+        """A segment has been mapped."""
+
+    def unmapping(self, address: int) -> None:
+        """A segment is about to be unmapped; it is when this returns."""
+
+
+_watchers: list[Watcher] = []
+_mapped: dict[int, int] = {}
+_watching = threading.Lock()
+
+
+def watch(watcher: Watcher) -> None:
+    """Tell somebody of every mapping of a segment in this process, those there are included."""
+    with _watching:
+        _watchers.append(watcher)
+        for address, size in _mapped.items():
+            watcher.mapped(address, size)
 
 
 class _Mapping:
@@ -47,6 +70,10 @@ class _Mapping:
         self.writable = memoryview(self._map)
         self.readonly = self.writable.toreadonly()
         self._address = address_of(self.writable)
+        with _watching:
+            _mapped[self._address] = size
+            for watcher in _watchers:
+                watcher.mapped(self._address, size)
 
     def populate(self, start: int, length: int) -> bool:
         """Make the page tables of a range, off the hot path; ``False`` if the kernel can't."""
@@ -54,6 +81,11 @@ class _Mapping:
 
     def close(self) -> bool:
         """Unmap; ``False`` if views of it are in use, with the last of which it then goes."""
+        with _watching:
+            _mapped.pop(self._address, None)
+            watchers = list(_watchers)
+        for watcher in watchers:
+            watcher.unmapping(self._address)
         self.readonly.release()
         self.writable.release()
         try:

@@ -21,6 +21,8 @@ IN_AN_ENGINE: Final = {
     f"client.vllm.{name}" for name in ("connector", "publishing", "routers", "statistics")
 }
 """What only vLLM itself imports."""
+ON_A_GPU: Final = {"client.paged_cuda", "client.paged_kernels"}
+"""What needs Triton."""
 
 
 def main() -> None:
@@ -52,9 +54,10 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        _expect(name in IN_AN_ENGINE and error.name == "vllm", f"{name} does not import: {error}")
+        missing = "vllm" if name in IN_AN_ENGINE else "triton" if name in ON_A_GPU else None
+        _expect(error.name == missing, f"{name} does not import: {error}")
     else:
-        _expect(name not in IN_AN_ENGINE, f"{name} imports without vLLM")
+        _expect(name not in IN_AN_ENGINE | ON_A_GPU, f"{name} imports without what it needs")
 
 
 def _types_are_shipped() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from rdma.certificates import CertificateFiles, Certificates, to_connect, to_serve
 from rdma.errors import CertificateError
@@ -115,7 +115,14 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(
 ) -> None:
     files = authority.files()
     locked = tmp_path / "locked.key"
-    command = f"openssl pkey -aes256 -passout pass:secret -in {files.key} -out {locked}"
-    subprocess.run(command.split(), check=True, capture_output=True)
+    assert files.key is not None
+    key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
     with pytest.raises(CertificateError, match="passphrase"):
         serve(CertificateFiles(files.ca, files.certificate, locked))

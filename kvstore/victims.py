@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvstore.accounts import Account
 from kvstore.entry import Entry
+from tiers.links import Link
 from tiers.policy import Scan
 
 
@@ -51,6 +52,8 @@ class Line:
         return self._by_age()
 
     def _by_age(self) -> Entry | None:
+        if len(self._lanes) == 1:
+            return _entry(self._lanes[0].first().take())
         return _oldest(lane.replicas for lane in self._lanes) or _oldest(
             lane.rest for lane in self._lanes
         )
@@ -71,6 +74,9 @@ def _oldest(scans: Iterable[Scan]) -> Entry | None:
         assert isinstance(item, Entry)
         if chosen is None or item.last_use < oldest:
             chosen, oldest = scan, item.last_use
-    item = None if chosen is None else chosen.take()
+    return None if chosen is None else _entry(chosen.take())
+
+
+def _entry(item: Link | None) -> Entry | None:
     assert item is None or isinstance(item, Entry)
     return item

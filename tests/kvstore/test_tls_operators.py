@@ -120,10 +120,10 @@ def test_commands_reach_a_node_over_tls(
     capsys: pytest.CaptureFixture[str],
     scheme: str,
 ) -> None:
-    control = f"127.0.0.1:{free_port()}"
+    control, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     config = make_config(
         tmp_path,
-        listen={"control": control, "tcp": "127.0.0.1:0"},
+        listen={"control": control, "metrics": metrics, "tcp": "127.0.0.1:0"},
         tls=authority.section(clients="certificate"),
     )
     mine = authority.files("operator")
@@ -135,3 +135,6 @@ def test_commands_reach_a_node_over_tls(
             monkeypatch.setenv(f"KVSTORE_TLS__{key}", str(file))
         assert main.main(command) == 0
         assert "tls://127.0.0.1:" in capsys.readouterr().out
+        url = f"https://{metrics}/metrics"
+        with urllib.request.urlopen(url, context=to_connect(mine), timeout=20) as answer:
+            assert b"kvstore_" in answer.read()

@@ -26,6 +26,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from kvstore.directory.address import PASSWORD_VARIABLE, Access, Address
+from kvstore.directory.kept import Kept
 from kvstore.directory.scripts import Script
 from kvstore.errors import (
     AccessDenied,
@@ -82,6 +83,8 @@ class Link:
         else:
             host, port = address.hosts[0]
             self._client = Redis(host=host, port=port, **_single(address, options))
+        single = address.kind not in ("cluster", "sentinel")
+        self._kept = Kept(self._client) if single else None
 
     def __repr__(self) -> str:
         return f"<Link to {self._address}>"
@@ -130,6 +133,23 @@ class Link:
                     return await self._do("EVALSHA", script.digest, 1, key, *arguments)
                 except NoScriptError:
                     return await self._do("EVAL", script.text, 1, key, *arguments)
+        except _FAILURES as error:
+            raise _translate(error) from error
+
+    async def ask(self, script: Script, key: bytes, *arguments: Any, seconds: float) -> Any:
+        """Like ``run``, in less time, for a script that changes nothing: it may run twice.
+
+        Raises:
+            KVStoreError: there is no answer.
+        """
+        if self._kept is None:
+            return await self.run(script, key, *arguments, seconds=seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                try:
+                    return await self._kept.do("EVALSHA", script.digest, 1, key, *arguments)
+                except NoScriptError:
+                    return await self._kept.do("EVAL", script.text, 1, key, *arguments)
         except _FAILURES as error:
             raise _translate(error) from error
 
@@ -208,6 +228,8 @@ class Link:
         """
         try:
             async with asyncio.timeout(seconds):
+                if self._kept is not None:
+                    await self._kept.close()
                 await self._client.aclose()
                 if self._sentinel is not None:
                     for sentinel in self._sentinel.sentinels:

@@ -225,7 +225,7 @@ class RedisDirectory(Directory):
             async with asyncio.timeout_at(deadline), self._lookups:
                 words = (parts, shards, members)
                 left = deadline - clock()
-                answer = await self._link.run(REACH, key, *words, seconds=left)
+                answer = await self._link.ask(REACH, key, *words, seconds=left)
         except (KVStoreError, TimeoutError) as error:
             code = error.code if isinstance(error, KVStoreError) else DeadlineExceeded.code
             self.statistics.failures["reach", code] += 1

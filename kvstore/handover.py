@@ -41,6 +41,8 @@ _PASSES: Final = 3
 _NO_ROOM_SECONDS: Final = 10.0
 """How long a node with room on its SSD is waited for, to move blocks down there."""
 _RETRY_SECONDS: Final = 0.25
+_AGAIN_SECONDS: Final = 1.0
+"""How long to wait before asking once more where nobody answered."""
 _SETTLE_SECONDS: Final = 5.0
 """How long to wait at the end for the directory to know the new owners."""
 
@@ -232,14 +234,13 @@ class Handover:
         holder: int | None,
     ) -> None:
         """Offer a run to one after the other until one has taken it."""
-        most, best = 0, 0
-        for number in targets:
-            held = await self._offer_to(number, path)
-            if held > most:
-                most, best = held, number
-            if most == len(path):
-                break
-        taken = max(most - (len(path) - len(run)), 0)
+        begin = len(path) - len(run)
+        best, most = await self._find_taker(path, targets)
+        if most <= begin and targets and not any(self._refusals[number] for number in targets):
+            # Nobody answered, which may be for the moment.
+            await asyncio.sleep(_AGAIN_SECONDS)
+            best, most = await self._find_taker(path, targets)
+        taken = max(most - begin, 0)
         self.tally.left += len(run) - taken
         if not taken:
             return
@@ -251,6 +252,17 @@ class Handover:
             else:
                 tally.moved += taken
                 tally.bytes += taken * run[0].shard.block_bytes
+
+    async def _find_taker(self, path: Sequence[Entry], targets: Sequence[int]) -> tuple[int, int]:
+        """Offer a chain to one after the other; who has most of it then, and how much."""
+        best, most = 0, 0
+        for number in targets:
+            held = await self._offer_to(number, path)
+            if held > most:
+                best, most = number, held
+            if most == len(path):
+                break
+        return best, most
 
     async def _offer_to(self, number: int, path: Sequence[Entry]) -> int:
         """Offer a chain to one node.
@@ -273,7 +285,7 @@ class Handover:
             member = self._directory.members.get(number)
             makes_room = answer.why_not_more == "no_space" and member and _has_room_below(member)
             if not makes_room or self._clock() > patience:
-                self._refusals[number] += answer.why_not_more == "no_space"
+                self._refusals[number] += answer.why_not_more in ("no_space", "refused")
                 return answer.held
             await asyncio.sleep(_RETRY_SECONDS)
         return 0

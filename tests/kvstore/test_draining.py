@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -14,7 +15,8 @@ import kvstore
 from kvstore.control.drain import DrainOrder, DrainProgress
 from kvstore.control.drain_client import DrainClient
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.protocol.messages import Reserve, Write, request_header
+from kvstore.protocol.messages import Reserve, TakeAnswer, Write, request_header
+from kvstore.taking import Taking
 from kvstore.units import parse_address
 from tests.kvstore.peer import NAMESPACE, content
 from tests.kvstore.pooled import DRAM, REMOTE, Pool, PooledNode, pool
@@ -239,6 +241,23 @@ def test_a_target_that_is_gone_is_passed_over(three: Pool) -> None:
     last = drain(one)
     assert (last.left, last.moved) == (0, 48)
     assert all(holds(other, hashes) for hashes in CHAINS)
+
+
+def test_nobody_that_answers_at_first_is_asked_once_more(
+    three: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, *others = three.nodes
+    put(one, CHAINS[0])
+    take, failures = Taking.take, itertools.count()
+
+    async def take_later(self: Taking, *arguments: Any) -> TakeAnswer:
+        if next(failures) < 2:
+            raise Unavailable("not now")
+        return await take(self, *arguments)
+
+    monkeypatch.setattr(Taking, "take", take_later)
+    assert drain(one).left == 0
+    assert somewhere(others, CHAINS[0])
 
 
 def test_what_a_target_took_that_is_gone_before_the_end_is_moved_again(three: Pool) -> None:

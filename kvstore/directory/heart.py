@@ -113,11 +113,13 @@ class Heart:
         return Version(*version)
 
     async def _join(self, keep: bool) -> None:
-        words = (self._membership.record, self._pace.lease, self._membership.before, int(keep))
-        number, kept = map(int, await self._run(JOIN, self._prefix, *words))
-        self._membership.joined(number)
+        mine = self._membership
+        highest = max(mine.before, mine.last)
+        words = (mine.record, self._pace.lease, mine.before, int(keep), mine.epoch, highest)
+        number, kept, epoch = await self._run(JOIN, self._prefix, *words)
+        mine.joined(int(number), epoch)
         self._statistics.joins += 1
-        _log.info("directory_joined", number=number, kept=bool(kept))
+        _log.info("directory_joined", number=int(number), kept=bool(kept))
         if not kept:
             self._publisher.begin_anew()
             self._servers = await self._identity()

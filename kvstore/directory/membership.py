@@ -90,6 +90,7 @@ class Membership:
         me: None while this node is no member, as far as it knows.
         others: live members by number, of several starts at one address the last.
         before: number of the membership that lapsed last, ``NOBODY`` if none did.
+        epoch: what names the directory's data that ``before`` is of.
         version: as the directory said last.
         last: the number given last in the pool, as of the roster.
         gone: others that were missed in a roster, by number; the last one last.
@@ -100,6 +101,7 @@ class Membership:
         self.me: Member | None = None
         self.others: Mapping[int, Member] = {}
         self.before = NOBODY
+        self.epoch = b""
         self.version = Version()
         self.last = NOBODY
         self.gone: Mapping[int, Gone] = {}
@@ -117,10 +119,11 @@ class Membership:
         """Whether the roster has changed since it was read."""
         return self._read.changes != self.version.changes
 
-    def joined(self, number: int) -> None:
-        """Take note of the number given."""
+    def joined(self, number: int, epoch: bytes = b"") -> None:
+        """Take note of the number given, and of what names the data that it is of."""
         self.me = replace(self._member, number=number)
         self.before = number
+        self.epoch = epoch
         self._read = Version()
 
     def lapsed(self) -> None:

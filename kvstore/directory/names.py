@@ -14,7 +14,8 @@ third of the memory of a hash table.
 ``kvs:{P}:members``         set of the numbers of members
 ``kvs:{P}:member:N``        record of a member; expires with its lease
 ``kvs:{P}:summaries``       hash: what each member said of itself last
-``kvs:{P}:version``         hash: how often members came or went, went, and up to which was swept
+``kvs:{P}:version``         hash: how often members came or went, went, and up to which was swept;
+                            what names the data since they were empty last
 ``kvs:{P}:sweep``           who sweeps now
 ``kvs:{P:NS:R}``            a tag: there while anything has been told under it within a day
 ``kvs:{P:NS:R}:BBB``        a bucket of it

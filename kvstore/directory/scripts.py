@@ -193,25 +193,29 @@ JOIN: Final = Script(
     _MEMBERSHIP
     + """
 -- KEYS[1]: the pool. ARGV: record; lease in ms; number of the membership before, or 0; whether to
--- keep it if it has lapsed and nobody else has it. Returns the number, and whether it was kept.
+-- keep it if it has lapsed and nobody else has it; what names the data that it was of; the highest
+-- number known. Returns the number, whether it was kept, and what names these data: those of a
+-- database that was emptied are others, and lack whatever was told before.
 local record, lease, before, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local last = tonumber(redis.call('GET', key('number')) or '0')
-if keep == '1' and before ~= '0' and tonumber(before) <= last then
-  local there = redis.call('GET', key('member:' .. before))
-  if not there or there == record then
-    redis.call('HDEL', key('summaries'), before)
-    return {enter(tonumber(before), record, lease), 1}
-  end
-  redis.call('HDEL', key('summaries'), 'nobody')
-else
-  depart(before)
+local epoch = redis.call('HGET', key('version'), 'epoch')
+local there = redis.call('GET', key('member:' .. before))
+local mine = not there or there == record
+if mine and keep == '1' and before ~= '0' and epoch == ARGV[5] and tonumber(before) <= last then
+  redis.call('HDEL', key('summaries'), before)
+  return {enter(tonumber(before), record, lease), 1, epoch}
 end
--- Numbers of a database that was lost must not come again: each is above the seconds at which the
--- first of its database was given, and members don't join once a second.
-local number = math.max(last, 0) + 1
-if last == 0 then number = tonumber(redis.call('TIME')[1]) end
+if mine then depart(before) else redis.call('HDEL', key('summaries'), 'nobody') end
+-- Numbers of a database that was lost must not come again: each is above all that anybody who joins
+-- knows of, and above the seconds at which the first of its database was given.
+local number = math.max(last, tonumber(ARGV[6])) + 1
+if last == 0 then number = math.max(number, tonumber(redis.call('TIME')[1])) end
 redis.call('SET', key('number'), string.format('%.0f', number))
-return {enter(number, record, lease), 0}
+if not epoch then
+  epoch = table.concat(redis.call('TIME'), '.')
+  redis.call('HSET', key('version'), 'epoch', epoch)
+end
+return {enter(number, record, lease), 0, epoch}
 """,
 )
 

@@ -139,6 +139,23 @@ async def test_redis_is_flushed(node: Join, server: RedisServer) -> None:
     await until_reach(first, BLOCKS, len(BLOCKS), owners={number(second)})
 
 
+async def test_all_tell_all_where_redis_is_flushed(node: Join, server: RedisServer) -> None:
+    """Also those whose numbers are below what the emptied Redis gives next."""
+    chains = {f"member {at}": chain(f"flushed {at}", 5) for at in range(4)}
+    members = {name: node(name) for name in chains}
+    reader = node("reader")
+    await reader.open()
+    for name, blocks in chains.items():
+        await members[name].open(lambda blocks=blocks: iter([places(blocks)]))  # type: ignore[misc]
+    await joined(reader, *members.values())
+    for blocks in chains.values():
+        await until_reach(reader, blocks, 5)
+    server.do("FLUSHALL")
+    for name, blocks in chains.items():
+        await until(lambda name=name: members[name].statistics.joins == 2)  # type: ignore[misc]
+        await until_reach(reader, blocks, 5)
+
+
 async def test_locations_are_lost_and_the_membership_is_not(
     node: Join, server: RedisServer
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.directory.interface import Place
 from kvstore.directory.names import (
+    HASH_PART,
     NAME_BYTES,
     check_pool,
     hash_parts,
@@ -40,6 +41,8 @@ def test_names_tell_blocks_and_shards_apart() -> None:
 def test_first_blocks_of_one_tag_spread_over_buckets() -> None:
     roots = [bytes([7]) + block[1:] for block in chain("roots", 400)]
     assert len({hash_parts([root])[:2] for root in roots}) > 300
+    assert hash_parts(roots) == b"".join(root[1 : 1 + HASH_PART] for root in roots)
+    assert hash_parts([]) == b""
 
 
 @given(st.lists(st.integers(1, (1 << 32) - 1)), st.binary(max_size=3))

@@ -494,7 +494,7 @@ def test_a_session_that_cannot_be_opened(tmp_path: Path, kind: str, script: Any,
 
 
 def test_a_deadline_that_has_passed(daemon: DaemonProcess, kind: str) -> None:
-    with CONNECT[kind](daemon.url, namespace()) as client:
+    with CONNECT[kind](daemon.url, namespace(), deadline=10.0) as client:
         assert client.match(hashes(1), deadline=0.0).failure == DeadlineExceeded.code
         assert client.match(hashes(1), deadline=-1.0).failure == DeadlineExceeded.code
         assert client.match(hashes(1)).failure is None

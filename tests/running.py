@@ -15,19 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from kvstore.config import Config
 from kvstore.daemon import Daemon
-
-
-def _to_stderr(*_: object) -> structlog.PrintLogger:
-    """Where a daemon logs, looked up anew: a node in the test's own process must not print between
-    what a command prints."""
-    return structlog.PrintLogger(sys.stderr)
-
-
-structlog.configure(logger_factory=_to_stderr)
 
 
 def make_config(directory: Path, **sections: dict[str, Any]) -> Config:

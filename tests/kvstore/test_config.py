@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -373,15 +372,6 @@ def test_quantities_for_people() -> None:
 @pytest.fixture
 def stream() -> io.StringIO:
     return io.StringIO()
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-    structlog.reset_defaults()
 
 
 def test_json_logs_are_one_object_a_line(stream: io.StringIO) -> None:

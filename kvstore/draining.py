@@ -15,7 +15,7 @@ import structlog
 
 from kvstore.control.drain import DrainOrder, DrainProgress, DrainState
 from kvstore.directory.interface import Directory
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.handover import Handover, Tally
 from kvstore.node import Node
 from kvstore.offering import Offers
@@ -113,10 +113,10 @@ class Draining:
         if order.drop:
             return self.pool
         if self.pool.directory.me is None:
-            raise Unavailable("the node has not joined its pool: is the directory there?")
+            raise InvalidRequest("the node has not joined its pool: is the directory there?")
         others = self.pool.directory.members.values()
         if all(drains(member) for member in others):
-            raise Unavailable("no other node of the pool takes what this one holds")
+            raise InvalidRequest("no other node of the pool takes what this one holds")
         return self.pool
 
     def _begin(self) -> None:
@@ -152,12 +152,12 @@ class Draining:
 
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Wait for the end of a drain, which is at once where it has not come to leave the pool."""
-        if self._task is task:
+        if self._task is task and self.state == "draining":
+            # Before any wait: whoever hangs up may cancel this more than once.
             self._task = None
-            if self.state == "draining":
-                # Before any wait: whoever hangs up may cancel this more than once.
-                task.cancel()
-                self._serve()
+            task.cancel()
+            self._serve()
+        # A node that is leaving its pool stays known by its task: who brings it back waits for it.
         await asyncio.wait((task,))
 
     def _progress(self, *, finished: bool = False) -> DrainProgress:

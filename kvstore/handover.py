@@ -29,6 +29,8 @@ _AT_ONCE: Final = 4
 _RUN_BYTES: Final = 32 << 20
 """Bytes of one offer at most."""
 _RUN_BLOCKS: Final = 1024
+_RATE_SECONDS: Final = 1.0
+"""Of a rate, in one offer: it goes out at once, whatever its size."""
 _OFFER_SECONDS: Final = 30.0
 _MOST_ASKED: Final = 4
 """Nodes that one run is offered to at most."""
@@ -155,9 +157,9 @@ class Handover:
             self.tally.bytes -= taken.bytes
         return True
 
-    @staticmethod
-    def _parts(run: Sequence[Entry]) -> list[Sequence[Entry]]:
-        step = max(1, _RUN_BYTES // run[0].shard.block_bytes)
+    def _parts(self, run: Sequence[Entry]) -> list[Sequence[Entry]]:
+        most = _RUN_BYTES if self._rate is None else min(_RUN_BYTES, self._rate * _RATE_SECONDS)
+        step = max(1, int(most // run[0].shard.block_bytes))
         return [run[at : at + step] for at in range(0, len(run), step)]
 
     async def _begin(self, run: Sequence[Entry]) -> asyncio.Task[None]:

@@ -58,8 +58,8 @@ class DrainTarget(Protocol):
         """Drain the node; it comes back where the iterator is closed before the last word.
 
         Raises:
-            InvalidRequest: it is in no pool, or is being drained already.
-            Unavailable: there is no other node to hand anything to.
+            InvalidRequest: it is in no pool, or is being drained already, or there is no other node
+                to hand anything to.
         """
 
     async def resume(self) -> DrainProgress:

@@ -167,6 +167,68 @@ def test_a_drain_is_cancelled_by_resuming(three: Pool) -> None:
     assert put(one, chain("after", length=2)).stored == 2
 
 
+def test_a_node_that_is_leaving_is_brought_back_when_it_has_left(
+    three: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Redis hangs, and whoever drained hangs up meanwhile."""
+    one, other, _ = three.nodes
+    leave, open_ = one.cluster.leave, one.cluster.open
+    done: list[str] = []
+
+    async def both() -> None:
+        leaving, may_leave = asyncio.Event(), asyncio.Event()
+
+        async def leave_late() -> None:
+            leaving.set()
+            await may_leave.wait()
+            await leave()
+            done.append("left")
+
+        async def join() -> None:
+            done.append("joined")
+            await open_()
+
+        monkeypatch.setattr(one.cluster, "leave", leave_late)
+        monkeypatch.setattr(one.cluster, "open", join)
+
+        async def follow() -> None:
+            async with aclosing(cast(Any, one.daemon.draining.drain(ORDER))) as steps:
+                async for _ in steps:
+                    pass
+
+        following = asyncio.create_task(follow())
+        await leaving.wait()
+        following.cancel()
+        back = asyncio.create_task(one.daemon.draining.resume())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        may_leave.set()
+        assert (await back).state == "serving"
+        await asyncio.gather(following, return_exceptions=True)
+
+    one.call(both)
+    assert done == ["left", "joined"]
+    assert "node0" in members(other)
+
+
+def test_what_is_offered_at_once_is_bounded_by_the_rate(
+    three: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, *_ = three.nodes
+    put(one, chain("slow", length=8))
+    offered: list[int] = []
+    take = Taking.take
+
+    async def count(self: Taking, *arguments: Any) -> TakeAnswer:
+        offered.append(len(arguments[2].hashes))
+        return await take(self, *arguments)
+
+    monkeypatch.setattr(Taking, "take", count)
+    last = drain(one, DrainOrder(30.0, rate=4.0 * NAMESPACE.block_bytes))
+    assert (last.moved, last.left) == (8, 0)
+    assert offered == [4, 8], "offers name the chain from its first block on"
+
+
 def test_dropping_leaves_the_pool_at_once(three: Pool) -> None:
     one, *others = three.nodes
     put(one, CHAINS[0])
@@ -296,7 +358,7 @@ def test_a_node_with_nobody_to_take_what_it_holds_is_not_drained(tmp_path: Path)
     with pool(tmp_path, 1) as running:
         (one,) = running.nodes
         put(one, CHAINS[0])
-        with pytest.raises(Unavailable):
+        with pytest.raises(InvalidRequest):
             drain(one)
         assert put(one, CHAINS[1]).stored == 6
         assert drain(one, DrainOrder(1.0, drop=True)).state == "drained"

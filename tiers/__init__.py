@@ -1,4 +1,4 @@
-"""Media and policy: the DRAM and SSD tiers, eviction and admission."""
+"""Media and policy: the HBM, DRAM and SSD tiers, eviction and admission."""
 
 from tiers.dram import DramTier
 from tiers.errors import (
@@ -10,7 +10,8 @@ from tiers.errors import (
     TierError,
     TierFull,
 )
-from tiers.occupancy import DramStatistics
+from tiers.hbm import HbmTier
+from tiers.occupancy import DramStatistics, HbmStatistics
 from tiers.segment import HugePages, Segment
 from tiers.tier import Extent, Record, Tier, TierStatistics
 
@@ -20,6 +21,8 @@ __all__ = [
     "DramStatistics",
     "DramTier",
     "Extent",
+    "HbmStatistics",
+    "HbmTier",
     "HugePages",
     "MediumFailed",
     "Record",

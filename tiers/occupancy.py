@@ -1,4 +1,4 @@
-"""Counting what the DRAM tier's bytes are: held, free for use, or lost."""
+"""Counting what the bytes of tiers in memory are: held, free for use, or lost."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ class DramStatistics(TierStatistics):
     segments: int
     populated: int
     populating: int
+
+
+@dataclass(frozen=True, slots=True)
+class HbmStatistics(TierStatistics):
+    """The HBM tier's occupancy. Bytes where not said otherwise.
+
+    Attributes:
+        free_slots: the part of ``free`` that only blocks of sizes in use can have at once; other
+            sizes get it as slabs become empty.
+        segments: number of segments.
+        departing: the part of ``lost`` that was blocks which are freed, until copies of them end.
+        withdrawn: the part of ``lost`` that was segments which other processes still have mapped.
+    """
+
+    free_slots: int
+    segments: int
+    departing: int
+    withdrawn: int
 
 
 @dataclass(slots=True)

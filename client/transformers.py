@@ -43,14 +43,37 @@ def layout_of(model: Any, block_tokens: int = 16) -> HeadMajorLayout:
     return HeadMajorLayout(config.num_hidden_layers, heads, head_dim, dtype, block_tokens)
 
 
+def can_serve(model: Any, input_ids: Any, options: dict[str, Any]) -> bool:
+    """Whether a call of ``model.generate`` is one prompt that begins at its first token.
+
+    Args:
+        model: the causal language model.
+        input_ids: its prompts.
+        options: what else it is given.
+    """
+    mask = options.get("attention_mask")
+    defaults = model.generation_config
+    return (
+        input_ids.shape[0] == 1
+        and input_ids.shape[1] > 1
+        and (mask is None or bool(mask.all()))
+        and (options.get("num_beams", defaults.num_beams) or 1) == 1
+        and (options.get("num_return_sequences", defaults.num_return_sequences) or 1) == 1
+        and options.get("past_key_values") is None
+        and options.get("cache_implementation", defaults.cache_implementation) is None
+        and options.get("use_cache", True) is not False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one call of ``PrefixCache.generate`` did.
+    """What one call of ``generate`` did.
 
     Attributes:
         output: what ``model.generate`` returned.
         reused: the tokens of the prompt whose KV came from the store.
-        saved: what became of the blocks of prompt and output; ``None`` where none were offered.
+        saved: what became of the blocks of prompt and output; ``None`` where none were offered, or
+            are still being saved.
     """
 
     output: Any
@@ -128,7 +151,7 @@ class PrefixCache:
             options: everything else ``model.generate`` takes.
         """
         self.counts.requests += 1
-        if not self._can_serve(input_ids, options):
+        if not can_serve(self.model, input_ids, options):
             self.counts.bypassed += 1
             output = self.model.generate(input_ids, **options)
             return Generation(output, PrefixMatch(0, {}), None)
@@ -179,19 +202,6 @@ class PrefixCache:
             return None
         self.counts.stored_blocks += saved.stored
         return saved
-
-    def _can_serve(self, input_ids: Any, options: dict[str, Any]) -> bool:
-        mask = options.get("attention_mask")
-        defaults = self.model.generation_config
-        return (
-            input_ids.shape[0] == 1
-            and input_ids.shape[1] > 1
-            and (mask is None or bool(mask.all()))
-            and (options.get("num_beams", defaults.num_beams) or 1) == 1
-            and (options.get("num_return_sequences", defaults.num_return_sequences) or 1) == 1
-            and options.get("past_key_values") is None
-            and options.get("use_cache", True) is not False
-        )
 
     def _allocate(self, tokens: int) -> KVTensors:
         layout, torch = self._layout, self._torch

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from client.prefix import AsyncPrefixes, Prefixes
     from client.results import Change, Changes, ClientStats, GetResult, Match, PutResult
     from client.transformers import PrefixCache, layout_of
+    from client.transformers_memory import KVMemory
+    from client.transformers_paged import PagedPrefixCache
     from kvstore.errors import KVStoreError
     from kvstore.identity import ROOT_PARENT, ExtraKey, ExtraKind, Namespace, prefix_hashes
 
@@ -35,9 +37,11 @@ __all__ = [
     "ExtraKind",
     "GetResult",
     "HeadMajorLayout",
+    "KVMemory",
     "KVStoreError",
     "Match",
     "Namespace",
+    "PagedPrefixCache",
     "PrefixCache",
     "Prefixes",
     "PutResult",
@@ -58,9 +62,11 @@ _HOMES: Final = {
     "ExtraKind": "kvstore.identity",
     "GetResult": "client.results",
     "HeadMajorLayout": "client.layout",
+    "KVMemory": "client.transformers_memory",
     "KVStoreError": "kvstore.errors",
     "Match": "client.results",
     "Namespace": "kvstore.identity",
+    "PagedPrefixCache": "client.transformers_paged",
     "PrefixCache": "client.transformers",
     "Prefixes": "client.prefix",
     "PutResult": "client.results",

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.copies
 
 16,384 tokens in blocks of 16, 32 layers of 8 KV heads of 128 in bf16: 1,024 blocks of 2 MiB, one
-after the other in the arena, as a put of a long prompt leaves them, or at random places. Each limit is measured in the same run; figures are medians.
+after the other in the arena, as a put of a long prompt leaves them, or at random places. Each limit
+is measured in the same run; figures are medians.
 """
 
 from __future__ import annotations
@@ -162,16 +163,19 @@ def measure() -> dict[str, Any]:
         loading.finish()
     found["first layer ms"] = statistics.median(taken) * 1e3
     found["queueing all layers ms"] = statistics.median(queued) * 1e3
+
+    def save_some() -> None:
+        time.sleep(0.018)
+        memory.gather(ids[:64], buffers[:64])
+
     step = model_step()
     alone, _ = beside(step, lambda: time.sleep(0.01))
-    for name, work in (
-        ("save", lambda: memory.gather(ids, buffers)),
-        ("load", lambda: memory.scatter(buffers, ids)),
-        (
-            "save of 64 blocks each 20 ms",
-            lambda: (time.sleep(0.018), memory.gather(ids[:64], buffers[:64])),
-        ),
-    ):
+    beside_it: dict[str, Callable[[], None]] = {
+        "save": lambda: memory.gather(ids, buffers),
+        "load": lambda: memory.scatter(buffers, ids),
+        "save of 64 blocks each 20 ms": save_some,
+    }
+    for name, work in beside_it.items():
         slow, times = beside(step, work)
         found[f"model beside {name}"] = slow / alone
         found[f"{name}: times"] = times

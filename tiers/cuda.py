@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import weakref
 from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tiers.device import HANDLE_BYTES, Event
 from tiers.errors import TierConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _OUT_OF_MEMORY: Final = 2
 _NOT_READY: Final = 600
@@ -125,6 +128,13 @@ class CudaDevice:
         """See :meth:`tiers.device.Device.copy`."""
         self._call("cuMemcpyAsync", to, source, size, stream)
 
+    def copy_all(self, moves: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """See :meth:`tiers.device.Device.copy_all`."""
+        with self._context():
+            queue = self._driver.cuMemcpyAsync
+            for to, source, size in moves:
+                check(self._driver, queue(to, source, size, stream))
+
     def zero(self, address: int, size: int, stream: int) -> None:
         """See :meth:`tiers.device.Device.zero`."""
         self._call("cuMemsetD8Async", address, 0, size, stream)
@@ -135,16 +145,17 @@ class CudaDevice:
         self._call("cuEventRecord", event.handle, stream)
         return event
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _context(self) -> _Current:
         if self._current is None:
             raise OSError(errno.EBADF, "the GPU is not open")
-        with self._current:
+        return self._current
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with self._context():
             return check(self._driver, getattr(self._driver, name)(*arguments))
 
     def _finished(self, event: int) -> bool:
-        if self._current is None:
-            raise OSError(errno.EBADF, "the GPU is not open")
-        with self._current:
+        with self._context():
             answer = self._driver.cuEventQuery(event)
         if int(answer[0]) == _NOT_READY:
             return False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HANDLE_BYTES = 64
 """Length of the handle by which another process maps memory of a device."""
@@ -74,6 +77,12 @@ class Device(Protocol):
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """Queue a copy between device memory and device memory or pinned host memory."""
+
+    def copy_all(self, moves: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Queue copies, each as of ``copy``: where to, where from, bytes.
+
+        Where one is refused, those before it have been queued.
+        """
 
     def zero(self, address: int, size: int, stream: int) -> None:
         """Queue the clearing of device memory."""

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_OUT: Final = 0
+_IN: Final = 1
+
 _DEPARTING: Final = object()
 """The tag of a block that has been freed and whose room waits for copies to end."""
 
@@ -126,7 +129,7 @@ class HbmTier(SlabTier[HbmSegment]):
     def pin(self, address: int, size: int) -> None:
         """Pin memory of this process, as a DRAM tier's segment, so that copies need no buffer.
 
-        Takes about 0.1 s for each GiB.
+        Takes up to 0.1 s for each GiB.
 
         Raises:
             MediumFailed: it can't be pinned, or the tier is not open.
@@ -196,50 +199,70 @@ class HbmTier(SlabTier[HbmSegment]):
                 copies.load(address, np.frombuffer(into, np.uint8))
 
     def copy_out(
-        self, moves: Sequence[tuple[Extent, int]], size: int, stream: int, offset: int = 0
+        self,
+        moves: Sequence[tuple[Extent, int]],
+        size: int,
+        stream: int | None = None,
+        offset: int = 0,
     ) -> Event:
-        """Queue copies from blocks to other memory of a device, in the caller's stream.
+        """Queue copies from blocks to other memory that the GPU reaches.
 
-        Nothing is waited for. The blocks are leased until the copies have ended.
+        Nothing is waited for. The blocks are leased until the copies have ended. What lies side by
+        side at both ends, in memory that has been pinned here, goes as one copy.
 
         Args:
-            moves: extents, and the addresses to copy to: of this GPU, or of one that it reaches.
+            moves: extents, and the addresses to copy to: of this GPU, of one that it reaches, or
+                of pinned host memory, which must stay until the end.
             size: bytes of each copy.
-            stream: CUDA's handle of a stream on this GPU.
+            stream: CUDA's handle of the caller's stream on this GPU; None: one of the tier's own.
             offset: where in the blocks to begin.
 
         Returns:
             The end of the copies.
 
         Raises:
-            MediumFailed: the GPU failed; some of the copies may have been queued.
+            MediumFailed: the GPU failed, and some of the copies may have been queued; or the tier
+                is not open.
             BadExtent: no block there, or the range goes beyond it; nothing is queued.
         """
-        near = [self._address(extent, offset, size) for extent, _ in moves]
-        pairs = [(to, source) for source, (_, to) in zip(near, moves, strict=True)]
-        return self._queue([extent for extent, _ in moves], pairs, size, stream)
+        pairs = [(to, self._address(extent, offset, size)) for extent, to in moves]
+        return self._queue(moves, pairs, size, stream, _OUT)
 
     def copy_in(
-        self, moves: Sequence[tuple[Extent, int]], size: int, stream: int, offset: int = 0
+        self,
+        moves: Sequence[tuple[Extent, int]],
+        size: int,
+        stream: int | None = None,
+        offset: int = 0,
     ) -> Event:
-        """Queue copies to reserved blocks from other memory of a device. See :meth:`copy_out`.
+        """Queue copies to reserved blocks from other memory. See :meth:`copy_out`.
 
         Only from the end of the copies on are the blocks to be shown to others.
         """
-        near = [self._address(extent, offset, size) for extent, _ in moves]
-        pairs = [(to, source) for to, (_, source) in zip(near, moves, strict=True)]
-        return self._queue([extent for extent, _ in moves], pairs, size, stream)
+        pairs = [(self._address(extent, offset, size), source) for extent, source in moves]
+        return self._queue(moves, pairs, size, stream, _IN)
 
     def _queue(
-        self, extents: list[Extent], pairs: list[tuple[int, int]], size: int, stream: int
+        self,
+        moves: Sequence[tuple[Extent, int]],
+        pairs: list[tuple[int, int]],
+        size: int,
+        stream: int | None,
+        way: int,
     ) -> Event:
-        with self._failing():
+        with self._failing() as copies:
+            queue = copies.streams[way] if stream is None else stream
+            # A copy must not go on from one allocation to the next, even where they touch.
+            pins = [copies.pin_at(other) for _, other in moves]
+            places = [
+                None if pin is None else (extent >> OFFSET_BITS, pin)
+                for (extent, _), pin in zip(moves, pins, strict=True)
+            ]
             try:
-                for to, source in pairs:
-                    self._device.copy(to, source, size, stream)
+                self._device.copy_all(_joined(pairs, size, places), queue)
             finally:
-                end = self._device.record(stream)
-                self.lease(extents, end)
+                end = self._device.record(queue)
+                self.lease([extent for extent, _ in moves], end)
         return end
 
     def lease(self, extents: Iterable[Extent], end: End) -> None:
@@ -400,6 +423,27 @@ class HbmTier(SlabTier[HbmSegment]):
     def _zero(self, address: int, size: int) -> None:
         assert self._copies is not None
         self._copies.zero(address, size)
+
+
+def _joined(
+    pairs: list[tuple[int, int]], size: int, places: Sequence[object]
+) -> Iterator[tuple[int, int, int]]:
+    """The same copies, with those as one that go on where the one before them ends.
+
+    Only where ``places`` are the same, and not None.
+    """
+    first = 0
+    for number in range(1, len(pairs) + 1):
+        length = (number - first) * size
+        to, source = pairs[first]
+        if (
+            number == len(pairs)
+            or places[first] is None
+            or places[number] != places[first]
+            or pairs[number] != (to + length, source + length)
+        ):
+            yield to, source, length
+            first = number
 
 
 def _over(end: End) -> bool:

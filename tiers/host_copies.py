@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _BUFFERS: Final = 2
+_WAYS: Final = 2
 
 
 def address_of(array: ByteArray) -> int:
@@ -130,6 +132,9 @@ class HostCopies:
         lanes: how many may be under way at once; more wait.
         buffer_bytes: length of each of two pinned buffers that each lane has.
 
+    Attributes:
+        streams: two more, for whoever has copies of its own in two directions.
+
     Raises:
         OSError: there is not enough memory for them.
     """
@@ -140,7 +145,10 @@ class HostCopies:
         self._pinned: tuple[tuple[int, int], ...] = ()
         self._free: queue.LifoQueue[_Lane] = queue.LifoQueue()
         self._count = 0
+        self.streams: list[int] = []
         try:
+            for _ in range(_WAYS):
+                self.streams.append(device.stream())
             for _ in range(lanes):
                 self._free.put(_Lane(device, buffer_bytes))
                 self._count += 1
@@ -149,10 +157,13 @@ class HostCopies:
             raise
 
     def close(self) -> None:
-        """Give everything back when no copy is under way any more."""
+        """Give everything back; nothing is under way on ``streams``. Waits for all other copies."""
         while self._count:
             self._count -= 1
             self._free.get().close()
+        while self.streams:
+            stream = self.streams.pop()
+            let_go(partial(self._device.end_stream, stream))
         for start, _ in self._pinned:
             self.unpin(start)
 
@@ -208,10 +219,20 @@ class HostCopies:
         finally:
             self._free.put(lane)
 
+    def pin_at(self, address: int) -> tuple[int, int] | None:
+        """Where the pinned memory that an address lies in begins and ends; None if in none."""
+        pinned = self._pinned
+        at = bisect.bisect_right(pinned, address, key=_start) - 1
+        return pinned[at] if at >= 0 and address < pinned[at][1] else None
+
     def _is_pinned(self, array: ByteArray) -> bool:
-        pinned, start = self._pinned, address_of(array)
-        at = bisect.bisect_right(pinned, start, key=lambda pin: pin[0]) - 1
-        return at >= 0 and start + array.nbytes <= pinned[at][1]
+        start = address_of(array)
+        pin = self.pin_at(start)
+        return pin is not None and start + array.nbytes <= pin[1]
+
+
+def _start(pin: tuple[int, int]) -> int:
+    return pin[0]
 
 
 def let_go(call: Callable[[], None]) -> None:

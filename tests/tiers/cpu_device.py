@@ -10,7 +10,7 @@ import ctypes
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -134,6 +134,10 @@ class CpuDevice:
             self.copies.append((to, source, size))
 
         self._queue(stream, do)
+
+    def copy_all(self, moves: Iterable[tuple[int, int, int]], stream: int) -> None:
+        for to, source, size in moves:
+            self.copy(to, source, size, stream)
 
     def zero(self, address: int, size: int, stream: int) -> None:
         self.ask("zero")

@@ -105,6 +105,7 @@ def test_everything_runs_in_the_devices_context(device: CudaDevice, driver: Driv
     device.release_host(device.allocate_host(3))
     stream = device.stream()
     device.copy(1, 2, 3, stream)
+    device.copy_all([(1, 2, 3), (4, 5, 6)], stream)
     device.zero(1, 2, stream)
     event = device.record(stream)
     event.wait()
@@ -122,6 +123,8 @@ def test_everything_runs_in_the_devices_context(device: CudaDevice, driver: Driv
         ("cuMemFreeHost", 8192),
         ("cuStreamCreate", 1),
         ("cuMemcpyAsync", 1, 2, 3, 5),
+        ("cuMemcpyAsync", 1, 2, 3, 5),
+        ("cuMemcpyAsync", 4, 5, 6, 5),
         ("cuMemsetD8Async", 1, 0, 2, 5),
         ("cuEventCreate", 3),
         ("cuEventRecord", 7, 5),
@@ -129,6 +132,14 @@ def test_everything_runs_in_the_devices_context(device: CudaDevice, driver: Driv
         ("cuEventQuery", 7),
         ("cuStreamDestroy", 5),
     ]
+
+
+def test_a_copy_that_is_refused_ends_the_rest(device: CudaDevice, driver: Driver) -> None:
+    driver.statuses["cuMemcpyAsync"] = 1
+    with pytest.raises(OSError, match="it went wrong"):
+        device.copy_all([(1, 2, 3), (4, 5, 6)], 5)
+    assert driver.calls == [("cuMemcpyAsync", 1, 2, 3, 5)]
+    assert driver.depth == 0
 
 
 def test_an_event_is_not_done_or_done_or_fails(device: CudaDevice, driver: Driver) -> None:
@@ -170,7 +181,12 @@ def test_a_handle_of_another_length_is_an_error(device: CudaDevice, driver: Driv
 
 
 def test_a_device_that_is_not_open_can_do_nothing() -> None:
-    for use in (CudaDevice(0).uuid, CudaDevice(0).stream, lambda: CudaDevice(0)._finished(7)):
+    for use in (
+        CudaDevice(0).uuid,
+        CudaDevice(0).stream,
+        lambda: CudaDevice(0).copy_all([], 1),
+        lambda: CudaDevice(0)._finished(7),
+    ):
         with pytest.raises(OSError, match="not open"):
             use()
 

@@ -11,6 +11,7 @@ import pytest
 from tests.tiers.cpu_device import CpuDevice
 from tests.tiers.tier_contract import TierContract, payload, record
 from tiers import BadExtent, HbmTier, MediumFailed, Tier, TierConfigError
+from tiers.hbm import _joined
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -278,6 +279,72 @@ def test_copies_take_ranges_of_blocks(tier: HbmTier, device: CpuDevice, stream: 
     end = tier.copy_in([(extents[3], there)], 1000, stream, BLOCK - 1000)
     end.wait()
     assert get(tier, extents[3]) == payload(3, BLOCK)[:-1000] + expected[:1000]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_neighbours_in_pinned_memory_go_as_one_copy(
+    tier: HbmTier, device: CpuDevice, stream: int, pinned: bool
+) -> None:
+    there = device.allocate(8 * BLOCK)
+    if pinned:
+        tier.pin(there, 8 * BLOCK)
+    extents = [put(tier, seed) for seed in range(4)]
+    assert [extent - extents[0] for extent in extents] == [n * BLOCK for n in range(4)]
+    device.copies.clear()
+    order = [0, 1, 3, 2]
+    moves = [(extents[seed], there + n * BLOCK) for n, seed in enumerate(order)]
+    tier.copy_out(moves, BLOCK, stream)
+    gap = there + 5 * BLOCK
+    tier.copy_out([(extents[0], gap), (extents[1], gap + 2 * BLOCK)], BLOCK, stream)
+    device.run(stream)
+    lengths = [length // BLOCK for _, _, length in device.copies]
+    assert lengths == ([2, 1, 1, 1, 1] if pinned else [1] * 6)
+    expected = b"".join(payload(seed, BLOCK) for seed in order)
+    assert device.read(there, 4 * BLOCK) == expected
+    tier.copy_out([], BLOCK, stream).wait()
+
+
+def test_no_copy_goes_on_from_one_allocation_to_the_next(
+    tier: HbmTier, device: CpuDevice, stream: int
+) -> None:
+    there = device.allocate(4 * BLOCK)
+    for half in (there, there + 2 * BLOCK):
+        tier.pin(half, 2 * BLOCK)
+    extents = [put(tier, seed) for seed in range(4)]
+    device.copies.clear()
+    tier.copy_out([(e, there + n * BLOCK) for n, e in enumerate(extents)], BLOCK, stream)
+    device.run(stream)
+    assert device.copies[0][0] == there
+    assert [length // BLOCK for _, _, length in device.copies] == [2, 2]
+    places = [(1, 0), (1, 0), (2, 0), (2, 0)]
+    touching = [(n * 10, 1000 + n * 10) for n in range(4)]
+    assert list(_joined(touching, 10, places)) == [(0, 1000, 20), (20, 1020, 20)]
+
+
+def test_blocks_move_in_numbers_on_the_tiers_own_streams(tier: HbmTier, device: CpuDevice) -> None:
+    data = b"".join(payload(seed, BLOCK) for seed in range(FEW))
+    memory = np.frombuffer(bytearray(data), np.uint8)
+    tier.pin(memory.ctypes.data, memory.nbytes)
+    extents = [tier.reserve("a", BLOCK, seed) for seed in range(FEW)]
+    moves = [(e, memory.ctypes.data + n * BLOCK) for n, e in enumerate(extents) if e is not None]
+    assert len(moves) == FEW
+    coming = tier.copy_in(moves, BLOCK)
+    assert not coming.done()
+    coming.wait()
+    memory[:] = 0xA5
+    going = tier.copy_out(moves, BLOCK)
+    assert not going.done()
+    for extent, _ in moves:
+        tier.free(extent)
+    assert counted(tier)[1] == FEW * BLOCK
+    going.wait()
+    assert memory.tobytes() == data
+    assert counted(tier)[1] == 0
+
+
+def test_a_tier_that_is_not_open_copies_nothing(device: CpuDevice) -> None:
+    with pytest.raises(MediumFailed, match="not open"):
+        tier_on(device).copy_out([], BLOCK)
 
 
 @pytest.mark.parametrize(("size", "offset"), [(BLOCK + 1, 0), (BLOCK, 1), (1, BLOCK), (2, -1)])

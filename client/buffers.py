@@ -16,7 +16,11 @@ Buffers: TypeAlias = "Sequence[Any] | np.ndarray[Any, Any]"
 
 @runtime_checkable
 class BlockSource(Protocol):
-    """Blocks that are written where they are wanted, once it is known which are."""
+    """Blocks that are written where they are wanted, once it is known which are.
+
+    A source for which one large piece is faster than several small ones may have an attribute
+    ``write_bytes``: how much it likes to be asked for at once.
+    """
 
     def __len__(self) -> int:
         """How many blocks there are."""

@@ -22,7 +22,7 @@ RESERVE_BYTES: Final = 128 << 20
 """What one RESERVE asks room for at most, so that little is held up by a slow writer."""
 
 WRITE_BYTES: Final = 8 << 20
-"""Payload of one WRITE at most; several are under way at once."""
+"""Payload of one WRITE at most, if a source doesn't say more; several are under way at once."""
 
 STAGED_AHEAD: Final = 2
 """Requests whose staging memory is in use while a source writes that of the next."""
@@ -57,6 +57,9 @@ class Filling(Protocol):
     def staged(self, terms: Terms) -> bool:
         """Whether they pass through memory that has to be kept small."""
 
+    def at_once(self, terms: Terms) -> int:
+        """How many bytes are filled in at once."""
+
     def check(self) -> None:
         """Raise what kept the blocks from being had, to the caller of the put."""
 
@@ -87,6 +90,10 @@ class BufferFilling:
     def staged(self, terms: Terms) -> bool:
         """They don't."""
         return False
+
+    def at_once(self, terms: Terms) -> int:
+        """See ``Filling.at_once``."""
+        return WRITE_BYTES
 
     def check(self) -> None:
         """Nothing can have."""
@@ -126,6 +133,11 @@ class SourceFilling:
     def staged(self, terms: Terms) -> bool:
         """They do where no memory is shared."""
         return not terms.transport.shares_memory
+
+    def at_once(self, terms: Terms) -> int:
+        """What the source says, where it writes into the node's memory."""
+        said: int = getattr(self._source, "write_bytes", WRITE_BYTES)
+        return said if terms.transport.shares_memory else WRITE_BYTES
 
     def check(self) -> None:
         """See ``Filling.check``."""
@@ -258,7 +270,7 @@ class _Putting:
         locations, transport = answer.locations, self._terms.transport
         if missing := transport.missing(locations):
             yield MapSegments(missing)
-        step = self._terms.blocks_at_once(self._size, WRITE_BYTES)
+        step = self._terms.blocks_at_once(self._size, self._filling.at_once(self._terms))
         for first in range(0, len(indexes), step):
             yield from self._settle(self._ahead)
             some = indexes[first : first + step]

@@ -1,15 +1,19 @@
-"""Attention of a few new tokens to a long prefix, as one kernel does it that reads no mask.
+"""Attention of a few new tokens to a long prefix, by kernels that read no mask.
 
 Transformers' own ``sdpa`` makes a mask of every new token by every token before it where a prefix
-is there already, which keeps the fast kernels away: on an H200, 128 tokens behind 16,384 took
-110 ms.
+is there already, which keeps the fast kernels away. On an H200, 128 tokens behind 16,256 take
+0.79 ms a layer with it and 0.19 ms without. Many new tokens are twice as fast with cuDNN (540 and
+280 TFLOP/s), which can't end a triangle at the last token: it gets the part of the prefix that all
+new tokens see, and the scores of both parts are joined.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.backends.cuda import SDPAParams
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -17,6 +21,13 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 ATTENTION: Final = "kvstore_sdpa"
 """What a model's ``attn_implementation`` is to be."""
+
+JOINED_FROM: Final = 256
+"""New tokens from which on two kernels are faster than one."""
+
+FAR: Final = 4096
+"""What the length of the part that cuDNN gets is a multiple of: it prepares for each length anew,
+and so for each number of new tokens, which are filled up to a multiple of ``JOINED_FROM``."""
 
 _FAST_TYPES: Final = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM: Final = 256
@@ -101,12 +112,7 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and 1 < new < tokens:
         if _fast(query):
-            gqa = query.shape[1] != key.shape[1]
-            bias = causal_lower_right(new, tokens)
-            output = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, bias, dropout, scale=scaling, enable_gqa=gqa
-            )
-            return output.transpose(1, 2).contiguous(), None
+            return _behind(query, key, value, dropout, scaling).transpose(1, 2).contiguous(), None
         seen = torch.ones(new, tokens, dtype=torch.bool, device=query.device)
         attention_mask = seen.tril(tokens - new)
     found: tuple[Any, None] = sdpa_attention_forward(
@@ -122,3 +128,64 @@ def _fast(query: Any) -> bool:
         and query.dtype in _FAST_TYPES
         and query.shape[-1] <= _MOST_HEAD_DIM
     )
+
+
+def _behind(query: Any, key: Any, value: Any, dropout: float, scaling: float | None) -> Any:
+    """Attention of the last tokens, on a GPU."""
+    new, tokens = query.shape[2], key.shape[2]
+    far = (tokens - new) // FAR * FAR
+    if far and new >= JOINED_FROM and not dropout and _cudnn_can(query, key, value):
+        return _in_two_parts(query, key, value, far, scaling)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        causal_lower_right(new, tokens),
+        dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _cudnn_can(query: Any, key: Any, value: Any) -> bool:
+    if torch.is_grad_enabled() or query.shape[-1] not in (64, 128) or not _hopper(query.device):
+        return False
+    params = SDPAParams(query, key, value, None, 0.0, False, True)
+    return bool(
+        torch.backends.cuda.can_use_cudnn_attention(params)
+        and torch.backends.cuda.can_use_flash_attention(params)
+    )
+
+
+@cache
+def _hopper(device: Any) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _in_two_parts(query: Any, key: Any, value: Any, far: int, scaling: float | None) -> Any:
+    """The first ``far`` tokens, which all new ones see, apart from the rest."""
+    new = query.shape[2]
+    filled = torch.nn.functional.pad(query, (0, 0, 0, -new % JOINED_FROM))
+    first, first_sum = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        filled, key[:, :, :far], value[:, :, :far], None, True, scale=scaling
+    )[:2]
+    # Of this operation the triangle ends at the last token.
+    rest, rest_sum = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key[:, :, far:], value[:, :, far:], 0.0, True, scale=scaling
+    )[:2]
+    return joined(first[:, :, :new], first_sum[:, :, :new], rest, rest_sum)
+
+
+def joined(first: Any, first_sum: Any, rest: Any, rest_sum: Any) -> Any:
+    """The attention to two parts of the tokens at once.
+
+    Args:
+        first: attention to one part, ``[batch, heads, new tokens, dim]``.
+        first_sum: logarithm of the sum of its exponentials, ``[batch, heads, new tokens]`` and
+            perhaps an axis of one.
+        rest: to the other part.
+        rest_sum: likewise.
+    """
+    shape = (*first.shape[:3], 1)
+    share = torch.sigmoid(first_sum.reshape(shape) - rest_sum.reshape(shape))
+    return torch.lerp(rest.float(), first.float(), share).to(first.dtype)

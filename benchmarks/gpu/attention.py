@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from benchmarks.gpu.ttft import one_kernel
 from client.transformers_attention import attend
 
 SIZES: Final = ((1, 32_768), (128, 16_384), (410, 8_192), (819, 16_384), (1_638, 32_768))
@@ -87,6 +89,18 @@ def measure() -> dict[str, float]:
                 lambda: sdpa_attention_forward(Layer(), query, key, value, seen),  # noqa: B023
             )
         note("cuDNN, all seen", new, count, lambda: _cudnn(query, key, value, False))  # noqa: B023
+        with one_kernel():
+            note("one kernel", new, count, lambda: attend(Layer(), query, key, value, None))  # noqa: B023
+    for new, count in ((512, 12_288), (768, 16_384), (1_024, 20_480)):
+        query, key, value = tensors(new, count)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        attend(Layer(), query, key, value, None)
+        torch.cuda.synchronize()
+        found[f"{new} behind {count - new}: first time"] = took = (
+            time.perf_counter() - began
+        ) * 1e3
+        print(f"{new:6} of {count:6} {'first time':24} {took:9.3f} ms")
     for count in WHOLE:
         query, key, value = tensors(count, count)
         note("ours", count, count, lambda: attend(Layer(), query, key, value, None))  # noqa: B023

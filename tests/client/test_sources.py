@@ -120,6 +120,18 @@ def test_many_blocks_in_parts(client: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(stored(client, hashes(31)), source.data)
 
 
+def test_a_source_says_how_much_it_likes_at_once(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting, "WRITE_BYTES", 2 * BLOCK)
+    source = Source(31)
+    source.write_bytes = 5 * BLOCK  # type: ignore[attr-defined]
+    assert client.put(hashes(31), source).stored == 31
+    in_place = client.stats().transport == "shm"
+    assert max(map(len, source.calls)) == (5 if in_place else 2)
+    assert np.array_equal(stored(client, hashes(31)), source.data)
+
+
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("mine"), Unavailable("mine"), InvalidRequest("mine")]
 )

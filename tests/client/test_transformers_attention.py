@@ -50,14 +50,57 @@ def eager(query: Any, key: Any, value: Any, scaling: float) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("new", "tokens"), [(1, 1), (1, 77), (2, 2), (3, 4), (5, 64), (17, 130), (200, 333), (90, 90)]
+    ("new", "tokens"),
+    [
+        *((1, 1), (1, 77), (2, 2), (3, 4), (5, 64), (17, 130), (200, 333), (90, 90)),
+        *((255, 4400), (256, 4352), (300, 4396), (700, 9000), (4100, 4101)),
+    ],
 )
 def test_the_last_token_sees_all(device: str, new: int, tokens: int) -> None:
+    if device == "cpu" and new > 300:
+        pytest.skip("the CPU has one way for all sizes")
     query, key, value = tensors(new, tokens, device)
-    got, _ = attend(Layer(), query, key, value, None, scaling=0.2)
+    with torch.inference_mode():
+        got, _ = attend(Layer(), query, key, value, None, scaling=0.2)
     expected = eager(query, key, value, 0.2)
     error = (got.double().cpu() - expected).norm() / expected.norm()
     assert error < (1e-2 if device == "cuda" else 1e-5)
+
+
+def test_two_parts_are_joined_to_the_whole() -> None:
+    query, key, value = tensors(40, 200, "cpu")
+    key, value = (one.repeat_interleave(4, 1) for one in (key, value))
+    scores = query @ key.transpose(2, 3) * 0.2
+    scores += torch.full((40, 200), -torch.inf).triu(161)
+    parts = []
+    for part in (slice(0, 130), slice(130, 200)):
+        some = scores[..., part]
+        parts += [some.softmax(-1) @ value[:, :, part], some.logsumexp(-1)]
+    parts[3] = parts[3].unsqueeze(-1)
+    got = transformers_attention.joined(*parts)
+    assert torch.allclose(got, scores.softmax(-1) @ value, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+@pytest.mark.parametrize(("new", "tokens"), [(255, 9000), (256, 4351), (256, 4352), (1638, 32768)])
+def test_two_kernels_are_used_where_they_are_faster(
+    device: str, new: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    real = transformers_attention._in_two_parts
+
+    def seen(query: Any, key: Any, value: Any, far: int, scaling: float | None) -> Any:
+        used.append(far)
+        return real(query, key, value, far, scaling)
+
+    monkeypatch.setattr(transformers_attention, "_in_two_parts", seen)
+    query, key, value = tensors(new, tokens, device)
+    with torch.inference_mode():
+        attend(Layer(), query, key, value, None, scaling=0.2)
+    far = (tokens - new) // 4096 * 4096
+    assert used == (
+        [far] if new >= 256 and far and torch.cuda.get_device_capability()[0] >= 9 else []
+    )
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])

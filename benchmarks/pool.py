@@ -34,7 +34,8 @@ CHAINS: Final = 48
 """More than the home has room for, so that no chain is still there when it comes round again."""
 SECONDS: Final = 2.0
 """Of one turn of local hits: as long as several batches that others pull."""
-OWNER: Final = "3GiB"
+OWNER: Final = "4GiB"
+"""Room for ``CHAINS``, and for the new chains of all turns, of which few fit in each."""
 HOME: Final = "1GiB"
 WHAT: Final = f"1 MiB blocks, {BATCH} a call"
 
@@ -63,7 +64,8 @@ class _Remote:
         self.home = home
         self.memory = memory
         self._stored = [chain(BATCH) for _ in range(CHAINS)]
-        self._onward = itertools.cycle(self._stored)
+        # Each in its own round: skipping chains would bring back those that the home still holds.
+        self._onward, self._straight = itertools.cycle(self._stored), itertools.cycle(self._stored)
         for names in self._stored:
             store(owner, names, memory)
         for _ in self._stored:
@@ -90,7 +92,7 @@ class _Remote:
 
     def one_hop(self) -> None:
         """Straight from the owner, the next chain."""
-        _get(self.owner, next(self._onward), self.memory)
+        _get(self.owner, next(self._straight), self.memory)
 
     def several(self, calls: int) -> int:
         """Bytes of so many gets."""
@@ -111,18 +113,19 @@ def _gets(settings: Settings, nodes: Pool, remote: _Remote) -> Iterator[Row]:
         return TOTAL / median_time_of(remote.next_remote, remote.get, calls)
 
     def new() -> float:
-        return TOTAL / median_time_of(remote.new, remote.get, calls)
+        return TOTAL / median_time_of(remote.new, remote.get, settings.calls(5))
 
     def one_hop() -> float:
         return TOTAL / median_time(remote.one_hop, calls)
 
+    limit = "tcp get straight from the owner"
+    turns = alternate(settings, known, one_hop)
+    # Afterwards: at first the nodes still touch their memory.
     pids = {"home": nodes.home.pid, "owner": nodes.owner.pid}
     used = per_gib(lambda: remote.several(calls), pids)
     note = "processor seconds a GiB, matches included: " + ", ".join(
         f"{who} {seconds:.2f}" for who, seconds in used.items()
     )
-    limit = "tcp get straight from the owner"
-    turns = alternate(settings, known, one_hop)
     yield Row("pool-get", f"remote get, {WHAT}", limit, "B/s", "at least", 0.7, turns, note)
     with raw_stream(remote.memory, calls) as (receive, _):
         turns = alternate(settings, known, receive)

@@ -168,6 +168,7 @@ class PagedPrefixCache:
         with self._freed:
             self._saving += 1
         saving = self._saver.submit(self._save, token_ids, cache.hashes, cache.sequence, mark)
+        saving.add_done_callback(_tell)
         if not self.background:
             saving.exception()
         return saving
@@ -322,6 +323,12 @@ class PagedBlocks:
     def write(self, positions: Sequence[int], into: Sequence[memoryview]) -> None:
         """Copy blocks out of the memory; see ``BlockSource.write``."""
         self._memory.gather([self._ids[at] for at in positions], into, after=self._after)
+
+
+def _tell(saving: Future[PutResult | None]) -> None:
+    """Log what nobody may ask the result for."""
+    if (error := saving.exception()) is not None:
+        logger.error("blocks could not be saved: %r", error)
 
 
 def _closing(views: Views, close: Callable[[], object]) -> Callable[[], bool]:

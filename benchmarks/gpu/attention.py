@@ -91,7 +91,7 @@ def measure() -> dict[str, float]:
         note("cuDNN, all seen", new, count, lambda: _cudnn(query, key, value, False))  # noqa: B023
         with one_kernel():
             note("one kernel", new, count, lambda: attend(Layer(), query, key, value, None))  # noqa: B023
-    for new, count in ((512, 12_288), (768, 16_384), (1_024, 20_480)):
+    for new, count in ((2_048, 20_480), (2_304, 24_576), (2_560, 28_672)):
         query, key, value = tensors(new, count)
         torch.cuda.synchronize()
         began = time.perf_counter()

@@ -146,12 +146,12 @@ def bench(shape: Shape, sizes: Sizes) -> Iterator[Bench]:
 @contextmanager
 def one_kernel() -> Iterator[None]:
     """Have attention behind a prefix done by one kernel, however many the new tokens are."""
-    usual = transformers_attention.JOINED_FROM
-    transformers_attention.JOINED_FROM = 1 << 30  # type: ignore[misc]
+    usual = transformers_attention.JOINED_PAIRS
+    transformers_attention.JOINED_PAIRS = 1 << 60  # type: ignore[misc]
     try:
         yield
     finally:
-        transformers_attention.JOINED_FROM = usual  # type: ignore[misc]
+        transformers_attention.JOINED_PAIRS = usual  # type: ignore[misc]
 
 
 def first_use(self: Bench) -> None:

@@ -356,6 +356,21 @@ def test_saving_in_the_background_holds_up_only_who_needs_its_memory(
     assert torch.equal(again.output, plain.generate(ids, **OPTIONS))
 
 
+def test_a_save_that_breaks_is_told_and_leaves_its_memory(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(model, sequences=1, background=True, deadline=10.0) as cache:
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("no")
+
+        store_of(cache).put = broken  # type: ignore[method-assign,assignment]
+        cache.generate(prompt(16), **OPTIONS)
+        cache.generate(prompt(16), **OPTIONS)
+    assert cache.counts.bypassed == 0
+    assert caplog.text.count("blocks could not be saved") == 2
+
+
 def test_memory_that_is_all_in_use(plain: Any, model: Any) -> None:
     ids = prompt(16)
     with made(model, sequences=1) as cache:

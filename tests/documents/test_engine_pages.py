@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any, get_args
 
 import pytest
@@ -98,7 +99,7 @@ def test_every_count_of_the_prefix_cache_is_described() -> None:
     assert described == [field.name for field in dataclasses.fields(CacheCounts)]
 
 
-def test_the_example_for_transformers_hits(tmp_path: Path) -> None:
+def test_the_examples_for_transformers_hit(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=128,
@@ -111,12 +112,19 @@ def test_the_example_for_transformers_hits(tmp_path: Path) -> None:
         pad_token_id=0,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    (body,) = re.findall(r"^```python\n(.*?)^```", TRANSFORMERS.read_text(), re.M | re.S)
+    body, paged, by_hand = re.findall(
+        r"^```python\n(.*?)^```", TRANSFORMERS.read_text(), re.M | re.S
+    )
+    paged += indent(by_hand, "    ")
     with DaemonThread(make_config(tmp_path)) as daemon:
         names: dict[str, Any] = {}
         for written, meant in ((URL, daemon.url), (MODEL, str(tmp_path / "model"))):
             assert f'"{written}"' in body
             body = body.replace(written, meant)
         exec(compile(body, TRANSFORMERS.name, "exec"), names)  # noqa: S102 - it is our own page
-    assert names["first"].saved.stored == 6
+        first = names["first"]
+        exec(compile(paged, TRANSFORMERS.name, "exec"), names)  # noqa: S102
+    assert first.saved.stored == 6
     assert names["second"].reused.tiers == {"dram": 96}
+    assert names["cache"].counts.stored_blocks == 6
+    assert names["token"] == names["first"].output[0, 100]

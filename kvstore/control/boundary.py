@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import structlog
+from google.protobuf.message import DecodeError
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
@@ -45,7 +46,7 @@ async def answering(
         on_fault: called for every exception that is not one of ``kvstore.errors``, to count it.
     """
     try:
-        request = await stream.recv_message()
+        request = await _received(stream)
         if request is None:
             raise InvalidRequest("the request is empty")
         yield request
@@ -57,6 +58,18 @@ async def answering(
         on_fault()
         _log.exception("control request failed", error=repr(error))
         raise as_status(InternalError("the node failed; its log says how")) from error
+
+
+async def _received(stream: Stream[Any, Any]) -> Any:
+    """The request message; None where there is none.
+
+    Raises:
+        InvalidRequest: it is not what the call takes.
+    """
+    try:
+        return await stream.recv_message()
+    except DecodeError as error:
+        raise InvalidRequest("the request is no message of this call") from error
 
 
 def as_status(error: KVStoreError) -> GRPCError:

@@ -247,6 +247,26 @@ async def test_a_request_beyond_the_bound_is_refused_unread(server: ControlServe
         channel.close()
 
 
+async def test_a_malformed_message_is_the_fault_of_who_sent_it(target: FakeTarget) -> None:
+    faults: list[None] = []
+    service = ControlService(target, lambda: faults.append(None))
+    server = ControlServer([service], ANY_PORT)
+    await server.start()
+    channel = grpclib.client.Channel("127.0.0.1", server.address.port)
+    find = grpclib.client.UnaryUnaryMethod(
+        channel, "/kvstore.control.v1.Control/Find", pb.InspectRequest, pb.FindAnswer
+    )
+    try:
+        with pytest.raises(GRPCError) as caught:
+            # The same field is text in what the call takes.
+            await find(pb.InspectRequest(namespace=b"\xff"))
+        assert caught.value.status is Status.INVALID_ARGUMENT
+        assert faults == []
+    finally:
+        channel.close()
+        await server.close()
+
+
 async def test_what_is_no_grpc_is_shrugged_off(server: ControlServer, node: ControlClient) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.address.port)
     writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)

@@ -23,6 +23,8 @@ IN_AN_ENGINE: Final = {
 """What only vLLM itself imports."""
 ON_A_GPU: Final = {"client.paged_cuda", "client.paged_kernels"}
 """What needs Triton."""
+IN_TORCH: Final = {f"client.transformers_{name}" for name in ("attention", "sequence")}
+"""What torch's tensors, or classes of Transformers, are the base of."""
 
 
 def main() -> None:
@@ -54,10 +56,19 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = "vllm" if name in IN_AN_ENGINE else "triton" if name in ON_A_GPU else None
-        _expect(error.name == missing, f"{name} does not import: {error}")
+        _expect(_lacks(name, error.name), f"{name} does not import: {error}")
     else:
-        _expect(name not in IN_AN_ENGINE | ON_A_GPU, f"{name} imports without what it needs")
+        needy = IN_AN_ENGINE | ON_A_GPU | IN_TORCH
+        _expect(name not in needy, f"{name} imports without what it needs")
+
+
+def _lacks(name: str, missing: str | None) -> bool:
+    """Whether a module may do without being imported where that is missing."""
+    return (
+        (name in IN_AN_ENGINE and missing == "vllm")
+        or (name in ON_A_GPU and missing == "triton")
+        or (name in IN_TORCH and missing in ("torch", "transformers"))
+    )
 
 
 def _types_are_shipped() -> None:

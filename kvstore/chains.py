@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.protocol.fields import HASH_BYTES, joined_hashes
+
 MOST_CHAINS: Final = 256
 """Chains of one namespace that are remembered."""
 
 MOST_BLOCKS: Final = 65_536
-"""Blocks of all of them together, but for those of the last one: some 10 MB."""
+"""Blocks of all of them together, but for those of the last one: some 12 MB."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,10 +28,12 @@ class Chain:
     Attributes:
         hashes: from its first block on.
         owners: for each shard numbers of members that hold all of it, as far as hints are right.
+        joined: the hashes as they travel.
     """
 
     hashes: Sequence[bytes]
     owners: Sequence[Sequence[int]]
+    joined: bytes
 
 
 class Chains:
@@ -57,12 +61,14 @@ class Chains:
             hashes: the chain, at least one block.
             owners: for each shard the members that hold it.
         """
-        chain = self._by_block.get(hashes[-1])
-        if chain is not None and chain.hashes == hashes:
+        joined = joined_hashes(hashes)
+        chain = self._by_block.get(joined[-HASH_BYTES:])
+        if chain is not None and chain.joined == joined:
             chain.owners = owners
             self._chains.move_to_end(chain)
             return chain
-        chain = Chain(hashes, owners)
+        hashes = tuple(hashes)
+        chain = Chain(hashes, owners, joined)
         self._chains[chain] = None
         self._blocks += len(hashes)
         self._by_block.update(dict.fromkeys(hashes, chain))

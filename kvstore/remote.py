@@ -97,7 +97,7 @@ class Remote:
         owners = self._usable(namespace, reach)
         if reach.blocks <= start or not all(owners):
             return start
-        self._chains_of(namespace).remember(tuple(hashes[: reach.blocks]), owners)
+        self._chains_of(namespace).remember(hashes[: reach.blocks], owners)
         return reach.blocks
 
     def _usable(self, namespace: Namespace, reach: Reach) -> list[list[int]]:
@@ -108,7 +108,9 @@ class Remote:
         ]
 
     def _chains_of(self, namespace: Namespace) -> Chains:
-        chains = self._chains.setdefault(namespace.fingerprint, Chains())
+        chains = self._chains.get(namespace.fingerprint)
+        if chains is None:
+            chains = self._chains[namespace.fingerprint] = Chains()
         self._chains.move_to_end(namespace.fingerprint)
         if len(self._chains) > _MOST_NAMESPACES:
             self._chains.popitem(last=False)

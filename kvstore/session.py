@@ -218,7 +218,7 @@ class Session:
         self, remote: Remote, request: Match, tiers: bytes, deadline: float, began: float
     ) -> Reply:
         """How far other nodes hold what is not here."""
-        hashes, metrics = tuple(request.hashes), self._node.metrics
+        hashes, metrics = request.hashes, self._node.metrics
         reached = await remote.reach(self.namespace, hashes, len(tiers), deadline)
         elsewhere = reached - len(tiers)
         if request.prefetch and elsewhere:

@@ -1,13 +1,14 @@
 """Talking to Redis: one server, one behind Sentinels, or a cluster.
 
-Every call is bounded by a number of seconds, and everything that goes wrong ends as one of our
-errors. A call that is given up takes its connection with it, since an answer may still come there.
+Every call but ``ask`` is bounded by a number of seconds, and everything that goes wrong ends as one
+of our errors. A call that is given up takes its connection with it, since an answer may still come
+there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
 from redis.asyncio import Redis, Sentinel
@@ -129,27 +130,21 @@ class Link:
         """
         try:
             async with asyncio.timeout(seconds):
-                try:
-                    return await self._do("EVALSHA", script.digest, 1, key, *arguments)
-                except NoScriptError:
-                    return await self._do("EVAL", script.text, 1, key, *arguments)
+                return await _evaluate(self._do, script, key, arguments)
         except _FAILURES as error:
             raise _translate(error) from error
 
-    async def ask(self, script: Script, key: bytes, *arguments: Any, seconds: float) -> Any:
+    async def ask(self, script: Script, key: bytes, *arguments: Any) -> Any:
         """Like ``run``, in less time, for a script that changes nothing: it may run twice.
+
+        It is not bounded here: whoever asks has a bound already, and each takes a timer.
 
         Raises:
             KVStoreError: there is no answer.
         """
-        if self._kept is None:
-            return await self.run(script, key, *arguments, seconds=seconds)
+        do = self._do if self._kept is None else self._kept.do
         try:
-            async with asyncio.timeout(seconds):
-                try:
-                    return await self._kept.do("EVALSHA", script.digest, 1, key, *arguments)
-                except NoScriptError:
-                    return await self._kept.do("EVAL", script.text, 1, key, *arguments)
+            return await _evaluate(do, script, key, arguments)
         except _FAILURES as error:
             raise _translate(error) from error
 
@@ -243,6 +238,15 @@ class Link:
     async def _masters(self) -> list[Any]:
         await self._client.initialize()
         return list(self._client.get_primaries())
+
+
+async def _evaluate(
+    do: Callable[..., Awaitable[Any]], script: Script, key: bytes, arguments: tuple[Any, ...]
+) -> Any:
+    try:
+        return await do("EVALSHA", script.digest, 1, key, *arguments)
+    except NoScriptError:
+        return await do("EVAL", script.text, 1, key, *arguments)
 
 
 def _single(address: Address, options: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ import numpy as np
 from kvstore.directory.interface import Place
 from kvstore.errors import ConfigError
 from kvstore.identity import HASH_BYTES
+from kvstore.protocol.fields import JoinedHashes
 
 HASH_PART: Final = 12
 """Bytes of a prefix hash that the directory keeps: two for the bucket, ten in the field."""
@@ -85,7 +86,8 @@ def hash_parts(blocks: Iterable[bytes]) -> bytes:
 
     Not their first byte, which all first blocks under one tag share.
     """
-    whole = np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, HASH_BYTES)
+    joined = blocks.joined if type(blocks) is JoinedHashes else b"".join(blocks)
+    whole = np.frombuffer(joined, np.uint8).reshape(-1, HASH_BYTES)
     return whole[:, 1 : 1 + HASH_PART].tobytes()
 
 
@@ -103,3 +105,20 @@ def unpack_numbers(value: bytes) -> tuple[int, ...]:
     """The numbers in a value; a broken tail is ignored."""
     whole = len(value) - len(value) % NUMBER_BYTES
     return tuple(number for (number,) in _NUMBER.iter_unpack(value[:whole]))
+
+
+def unpack_reach(answer: bytes) -> tuple[int, list[tuple[int, ...]]]:
+    """What the script ``reach`` returned: how many blocks, and for each shard the owners.
+
+    Raises:
+        struct.error: it is shorter than it says.
+    """
+    (blocks,), at, owners = _NUMBER.unpack_from(answer), NUMBER_BYTES, []
+    while at < len(answer):
+        (length,) = _NUMBER.unpack_from(answer, at)
+        at += NUMBER_BYTES
+        if at + length > len(answer):
+            raise struct.error(f"{length} bytes of owners from byte {at} of {len(answer)}")
+        owners.append(unpack_numbers(answer[at : at + length]))
+        at += length
+    return blocks, owners

@@ -38,7 +38,7 @@ from kvstore.directory.names import (
     pack_numbers,
     pool_prefix,
     tag,
-    unpack_numbers,
+    unpack_reach,
 )
 from kvstore.directory.pace import Pace
 from kvstore.directory.publishing import Publisher
@@ -205,13 +205,14 @@ class RedisDirectory(Directory):
             answer = await self._look_up(key, hash_parts(rest), shards, named, deadline)
         except KVStoreError as error:
             return Reach(start, failure=error.code)
-        if not 0 < (blocks := int(answer[0])) <= len(rest):
+        blocks, holders = unpack_reach(answer)
+        if not 0 < blocks <= len(rest):
             return Reach(start)
-        return Reach(start + blocks, tuple(unpack_numbers(value) for value in answer[1:]))
+        return Reach(start + blocks, tuple(holders))
 
     async def _look_up(
         self, key: bytes, parts: bytes, shards: int, members: bytes, deadline: float
-    ) -> Any:
+    ) -> bytes:
         """Run the script, unless the way is closed; close it where that fails."""
         clock = asyncio.get_running_loop().time
         route = self._link.route(key) if self._publisher is not None else ""
@@ -223,9 +224,7 @@ class RedisDirectory(Directory):
             if began >= deadline:
                 raise DeadlineExceeded("no time is left to ask the directory")
             async with asyncio.timeout_at(deadline), self._lookups:
-                words = (parts, shards, members)
-                left = deadline - clock()
-                answer = await self._link.ask(REACH, key, *words, seconds=left)
+                answer: bytes = await self._link.ask(REACH, key, parts, shards, members)
         except (KVStoreError, TimeoutError) as error:
             code = error.code if isinstance(error, KVStoreError) else DeadlineExceeded.code
             self.statistics.failures["reach", code] += 1
@@ -240,15 +239,14 @@ class RedisDirectory(Directory):
         return answer
 
     def _understand(
-        self, answer: Sequence[Any], namespace: bytes, hashes: Sequence[bytes], start: int
+        self, answer: bytes, namespace: bytes, hashes: Sequence[bytes], start: int
     ) -> Reach:
-        blocks = int(answer[0])
+        blocks, holders = unpack_reach(answer)
         if not 0 < blocks <= len(hashes) - start:
             return Reach(start)
         deepest = hashes[start + blocks - 1]
         owners = []
-        for shard, value in enumerate(answer[1:]):
-            numbers = unpack_numbers(value)
+        for shard, numbers in enumerate(holders):
             owners.append(tuple(n for n in numbers if n in self._membership.others))
             for number in numbers:
                 if self._membership.dead(number):

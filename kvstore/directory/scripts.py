@@ -77,7 +77,8 @@ REACH: Final = Script(
     _COMMON
     + f"""
 -- KEYS[1]: a tag. ARGV: parts of hashes, one after the other; number of shards; live members.
--- Returns how many leading blocks every shard has a live owner for, and the owners of the last.
+-- Returns how many leading blocks every shard has a live owner for, and by shard the owners of the
+-- last behind the number of their bytes: in one string, which is read faster than a list.
 -- What an owner holds is whole prefixes, so that bisection finds it.
 local hashes, shards, live = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
@@ -100,9 +101,10 @@ local function owners(block)
 end
 
 local count = math.floor(#hashes / {HASH_PART})
-if count == 0 then return {{0}} end
+local nothing = struct.pack('<I4', 0)
+if count == 0 then return nothing end
 local best = owners(0)
-if not best then return {{0}} end
+if not best then return nothing end
 local has, lacks = 0, count - 1
 local last = owners(lacks)
 if last then
@@ -114,7 +116,11 @@ else
     if found then has, best = middle, found else lacks = middle end
   end
 end
-return {{has + 1, unpack(best)}}
+local answer = struct.pack('<I4', has + 1)
+for shard = 1, shards do
+  answer = answer .. struct.pack('<I4', #best[shard]) .. best[shard]
+end
+return answer
 """,
 )
 

@@ -213,12 +213,23 @@ class JoinedHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
-        return split_hashes(self.joined)[index]
+        number = len(self)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(number)
+            if step != 1:
+                return split_hashes(self.joined)[index]
+            return JoinedHashes(self.joined[start * HASH_BYTES : max(start, stop) * HASH_BYTES])
+        if not -number <= index < number:
+            raise IndexError(f"hash {index} of {number}")
+        at = index % number * HASH_BYTES
+        return self.joined[at : at + HASH_BYTES]
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(split_hashes(self.joined))
 
     def __eq__(self, other: object) -> bool:
+        if type(other) is JoinedHashes:
+            return self.joined == other.joined
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]

@@ -60,6 +60,21 @@ async def info(client: Redis) -> bytes:
     return str(found).encode()
 
 
+@pytest.mark.parametrize(
+    ("word", "heard"),
+    [
+        (b"", b""),
+        (b"a b\r\n$3\r\n\0\xff", b"a b\r\n$3\r\n\0\xff"),
+        (b"p" * 1_000_000, b"p" * 1_000_000),
+        (-12, b"-12"),
+        ("Wörter", "Wörter".encode()),
+    ],
+)
+async def test_words_come_as_they_are(kept: Kept, word: bytes | str | int, heard: bytes) -> None:
+    assert await kept.do("ECHO", word) == heard
+    assert await kept.do("ECHO", "what comes next") == b"what comes next"
+
+
 async def test_an_error_of_redis_keeps_the_connection(kept: Kept) -> None:
     before = await kept.do("CLIENT", "ID")
     with pytest.raises(NoScriptError):

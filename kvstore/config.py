@@ -48,6 +48,12 @@ def _nothing_is_off(value: object) -> object:
     )
 
 
+def _number_or_nothing(value: object) -> object:
+    """A literal number as the environment and flags give it: as text."""
+    value = _nothing_is_off(value)
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
 def _expanded(value: object) -> object:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
@@ -179,9 +185,9 @@ class RdmaSection(Section):
     """Number of its port. 0: any."""
     gid: str = ""
     """A RoCEv2 GID, its IPv4 address, or its index. Unset: the best there is."""
-    mtu: Annotated[Literal[256, 512, 1024, 2048, 4096] | None, BeforeValidator(_nothing_is_off)] = (
-        None
-    )
+    mtu: Annotated[
+        Literal[256, 512, 1024, 2048, 4096] | None, BeforeValidator(_number_or_nothing)
+    ] = None
     """Bytes of payload in a packet. Unset: the most that both ports carry."""
     traffic_class: int = Field(default=104, ge=0, le=255)
     """Of the IP header; 104 is DSCP 26."""

@@ -70,6 +70,14 @@ def test_a_file_in_human_units(tmp_path: Path) -> None:
     assert (config.policy.low_watermark, config.policy.high_watermark) == (0.7, 0.9)
 
 
+@pytest.mark.parametrize(("given", "found"), [("4096", 4096), (" 1024", 1024), ("off", None)])
+def test_a_packet_size_comes_from_the_environment_too(
+    tmp_path: Path, given: str, found: int | None
+) -> None:
+    config = from_file(tmp_path, "[rdma]\nmtu = 512\n", KVSTORE_RDMA__MTU=given).config
+    assert config.rdma.mtu == found
+
+
 def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.toml"
     path.write_text('[dram]\ncapacity = "1GiB"\nsegment = "64MiB"\nprefault = false\n')

@@ -320,7 +320,11 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
             incarnation=daemon.incarnation,
             dram=format_size(config.dram.capacity),
             ssd=format_size(config.ssd.capacity) if config.ssd.capacity else "none",
-            listens=[*daemon.server.urls, daemon.control_url, daemon.metrics_url],
+            listens=[
+                url
+                for url in (*daemon.server.urls, daemon.control_url, daemon.metrics_url)
+                if url is not None
+            ],
         )
         for warning in tls.warnings(config, rdma=daemon.verbs.driver is not None):
             _log.warning(warning)

@@ -17,6 +17,7 @@ import structlog
 from kvstore.errors import AccessDenied, KVStoreError, ProtocolError, Unavailable
 from kvstore.protocol.frames import encode
 from kvstore.protocol.messages import error_header
+from kvstore.units import Address
 from rdma.certificates import Certificates
 from rdma.errors import TlsError
 from rdma.stream import tune
@@ -79,7 +80,7 @@ class Handshakes:
         with contextlib.ExitStack() as held:
             held.callback(sock.close)
             try:
-                peer = str(sock.getpeername())
+                peer = str(Address(*sock.getpeername()[:2]))
                 tune(sock)
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     await readable(sock)

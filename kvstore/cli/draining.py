@@ -25,7 +25,8 @@ def drain(
         str | None,
         typer.Argument(
             metavar="NODE",
-            help="Name of the node, in the pool of the one at --control; without, that one itself.",
+            help="Name, number or control address of the node, in the pool of the one at "
+            "--control; without, that one itself.",
             show_default=False,
         ),
     ] = None,
@@ -40,7 +41,12 @@ def drain(
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the daemon when it is done.")] = False,
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Bring a node back that is, or is being, drained.")
+        bool,
+        typer.Option(
+            "--cancel",
+            help="Bring a node back that is being drained; or, at its own --control and without "
+            "NODE, one that has left.",
+        ),
     ] = False,
     as_json: AsJson = False,
     control: Control = None,
@@ -102,7 +108,14 @@ def _resume(remote: Remote, node: str | None) -> "DrainProgress":
     async def question(client: "DrainClient") -> "DrainProgress":
         return await client.resume()
 
-    return _ask(remote, node, question)
+    try:
+        return _ask(remote, node, question)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(
+            f"{error.message}\nOne that has left comes back at its own control address: "
+            "kvstore drain --cancel --control HOST:PORT",
+            param_hint=error.param_hint,
+        ) from error
 
 
 def _drain(remote: Remote, node: str | None, order: "DrainOrder") -> "DrainProgress":
@@ -120,7 +133,7 @@ def _ask(remote: Remote, node: str | None, question: Any) -> "DrainProgress":
     address, way = destination(remote)
 
     async def asking() -> "DrainProgress":
-        where = await locate(address, way, node)
+        where = await locate(address, way, node, "NODE")
         async with way.open(where, DrainClient) as client:
             return cast("DrainProgress", await question(client))
 

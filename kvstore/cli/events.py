@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.options import AsJson, ConfigFile, Control, Namespace, NodeName, Remote, ask
+from kvstore.cli.options import AsJson, ConfigFile, Control, NodeName, Remote, ask
 from kvstore.cli.output import print_json, short
 
 if TYPE_CHECKING:
@@ -28,7 +28,15 @@ def events(
     snapshot: Annotated[
         bool, typer.Option("--snapshot", help="Print what the node holds first.")
     ] = False,
-    namespace: Namespace = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Only this namespace: the beginning of its fingerprint, or (part of) its model's "
+            "name.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     control: Control = None,
     config: ConfigFile = None,
@@ -44,7 +52,7 @@ def events(
 
     One line for each block: what happened, its hash, its parent's, the tiers that hold it from then
     on, its shard and namespace. With --json, one object a line for each batch, as
-    kvstore/control/events.proto has it. Without --namespace, those of all namespaces.
+    kvstore/control/events.proto has it. Without --namespace, the blocks of all namespaces.
 
     Where events were lost because they were not read fast enough, a line says so, and with
     --snapshot what the node holds is printed anew. Ends with Ctrl-C, or when the node stops.
@@ -63,13 +71,15 @@ async def _follow(
     from kvstore.cli.naming import find_namespace
     from kvstore.control.event_client import follow
 
+    told = False
     chosen = [] if selector is None else [(await find_namespace(node, selector)).fingerprint]
     async with aclosing(follow(node, namespaces=chosen, from_now=not held)) as batches:
         async for batch in batches:
             if as_json:
                 _print_json(batch)
             else:
-                _print(batch)
+                _print(batch, again=told)
+                told = True
             if once and batch.complete:
                 return
 
@@ -79,9 +89,11 @@ def _print_json(batch: "EventBatch") -> None:
         print_json(batch, compact=True)
 
 
-def _print(batch: "EventBatch") -> None:
+def _print(batch: "EventBatch", *, again: bool) -> None:
     if batch.word in ("reset", "resumed"):
-        why = "events may have been lost" if batch.word == "reset" else "from now on"
+        why = "from now on"
+        if batch.word == "reset":
+            why = "events may have been lost" if again else "what it holds"
         sys.stdout.write(f"# {batch.node} (start {batch.incarnation}): {why}\n")
     for event in batch.events:
         sys.stdout.write(_line(event) + "\n")

@@ -68,7 +68,7 @@ def _unclear(selector: str | None, choices: Sequence[NamespaceReport], several: 
         return "the node holds no namespace yet"
     listed = "".join(
         f"\n  {one.fingerprint.hex()[:16]}  {one.description.get('model', '?')}"
-        f"  {one.description.get('dtype', '')}"
+        f"  {one.description.get('dtype', '')}  tenant {one.description.get('tenant', 'default')}"
         for one in choices[:10]
     )
     if selector is None:

@@ -118,13 +118,14 @@ def ask(remote: Remote, question: Callable[["PoolClient"], Awaitable[T]]) -> T:
     return asyncio.run(asking())
 
 
-async def locate(address: "Address", way: Way, node: str | None) -> "Address":
+async def locate(address: "Address", way: Way, node: str | None, hint: str = "--node") -> "Address":
     """The control address of a member of the pool.
 
     Args:
         address: of any node of the pool.
         way: how it is reached.
         node: the member's name, number or address; None for the node at ``address`` itself.
+        hint: what gave the member.
 
     Raises:
         Unavailable: there is nobody, or not the one that is meant.
@@ -141,7 +142,7 @@ async def locate(address: "Address", way: Way, node: str | None) -> "Address":
     try:
         member = find_member(members, node)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--node") from error
+        raise typer.BadParameter(str(error), param_hint=hint) from error
     if member.asked:
         return address
     where = control_address(member)

@@ -35,7 +35,7 @@ _SIZES: Final = (
     "dram.segment",
     "ssd.capacity",
     "ssd.region",
-    "ssd.write_budget",
+    "rdma.bytes_in_flight",
     "limits.max_payload",
 )
 _DURATIONS: Final = (
@@ -199,14 +199,16 @@ def _shown(key: str, value: object) -> object:
     """A value as it is written in a file or a flag."""
     from kvstore.units import format_duration, format_size
 
-    if value is None:
+    if value is None or value == "":
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and key in _SIZES:
+    if isinstance(value, int) and (key in _SIZES or key.startswith("tenants.")):
         return format_size(value)
+    if isinstance(value, int) and key == "ssd.write_budget":
+        return f"{format_size(value)}/s"
     if isinstance(value, float):
-        return format_duration(value) if key in _DURATIONS else f"{value:.4g}"
+        return format_duration(value).replace(".0", "", 1) if key in _DURATIONS else f"{value:.4g}"
     return value
 
 

@@ -198,6 +198,7 @@ def test_what_is_not_held_is_status_one(cli: Cli) -> None:
         (["inspect", NOT_HELD[:10]], "no block that is held begins so"),
         (["inspect", NOT_HELD], "several namespaces are held"),
         (["inspect", HASHES[0].hex(), "-n", "gpt"], "names no namespace"),
+        (["inspect", HASHES[0].hex(), "-n", "acme"], "bfloat16 tenant default"),
         (["inspect", HASHES[0].hex(), "-n", "acme"], "names several namespaces"),
         (["match"], "give hashes, or --tokens"),
         (["match", HASHES[0].hex(), "--tokens", "1"], "and not both"),
@@ -435,6 +436,29 @@ def test_config_names_its_sources(
     _, out, _ = cli("config", "-c", str(file))
     assert "2 GiB" in out
     assert "hush" not in out + str(found)
+
+
+def test_the_configuration_is_printed_as_it_is_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text(
+        '[ssd]\nwrite_budget = "64MiB/s"\n[tenants.search]\ndram = "3GiB"\n', encoding="utf-8"
+    )
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    _, out, _ = cli("config", "-c", str(file))
+    shown = {line.split()[0]: line.split("  ") for line in out.splitlines() if line.strip()}
+    values = {
+        key: [one.strip() for one in row if one.strip()][1]
+        for key, row in shown.items()
+        if "." in key
+    }
+    assert values["ssd.write_budget"] == "64 MiB/s"
+    assert values["tenants.search.dram"] == "3 GiB"
+    assert values["rdma.bytes_in_flight"] == "16 MiB"
+    assert values["cluster.host"] == "unset"
+    assert values["cluster.lookup_deadline"] == "5ms"
 
 
 @pytest.mark.parametrize(

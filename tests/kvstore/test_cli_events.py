@@ -43,6 +43,7 @@ def test_once_prints_what_is_held(node: DaemonThread, capsys: pytest.CaptureFixt
     assert main.main(["events", "--once", "--control", control(node)]) == main.DONE
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("# node-1 (start ")
+    assert head.endswith("): what it holds")
     assert len(lines) == 4
     name = NAMESPACE.fingerprint.hex()[:16]
     first, second = (one.hex()[:16] for one in HASHES[:2])

@@ -245,6 +245,10 @@ def test_interrupting_the_command_brings_the_node_back(nodes: list[DaemonProcess
     joined(two, {"one", "two", "three"})
     said = drained(one)
     assert said["left"] == 0
+    lost = command(two, "drain", "--cancel", "one")
+    _, err = lost.communicate(timeout=60)
+    assert lost.returncode == 2
+    assert "its own control" in err
     back = command(one, "drain", "--cancel")
     out, err = back.communicate(timeout=60)
     assert back.returncode == 0, err

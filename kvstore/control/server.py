@@ -119,7 +119,12 @@ class ControlServer:
             if not isinstance(given, str) or not hmac.compare_digest(
                 given.encode(), wanted.encode()
             ):
-                raise as_status(AccessDenied("the call carries no valid control token"))
+                raise as_status(
+                    AccessDenied(
+                        "the call carries no valid control token: give auth.control_token_file "
+                        "or KVSTORE_AUTH__CONTROL_TOKEN"
+                    )
+                )
         answer = event.method_func
 
         async def bounded(stream: Any) -> None:

@@ -20,7 +20,8 @@ FENCE = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def _lines() -> list[str]:
     texts = [body for document in DOCUMENTS for body in FENCE.findall(document.read_text())]
-    lines = [line.partition(" #")[0].strip() for text in texts for line in text.splitlines()]
+    whole = [text.replace("\\\n", " ") for text in texts]
+    lines = [line.partition(" #")[0].strip(" &") for text in whole for line in text.splitlines()]
     return sorted({line for line in lines if line.startswith("kvstore ")})
 
 

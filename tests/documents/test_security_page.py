@@ -52,5 +52,7 @@ def test_the_configurations_are_complete(tmp_path: Path) -> None:
 
 
 def test_the_user_of_redis_may_do_what_is_needed_and_no_more() -> None:
-    line = next(line for _, body in FENCES for line in body.splitlines() if "SETUSER kv" in line)
+    line = next(
+        line for _, body in FENCES for line in body.splitlines() if line.startswith("user kvstore ")
+    )
     assert re.findall(r"\+(\w+)", line) == COMMANDS.split()

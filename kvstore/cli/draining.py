@@ -64,7 +64,8 @@ def drain(
     if as_json:
         print_json(last)
     else:
-        console().print(sentence(last, drop=drop), soft_wrap=True)
+        ended = "" if cancel or last.state != "serving" else "The drain was cancelled. "
+        console().print(ended + sentence(last, drop=drop), soft_wrap=True)
     if not cancel and (last.state != "drained" or (last.left and not drop)):
         raise typer.Exit(1)
 

@@ -105,7 +105,15 @@ def test_its_status_says_whether_all_is_elsewhere(
 
 def test_cancelling_brings_a_node_back(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["drain", "--cancel", "--control", address]) == 0
-    assert "accepts puts" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("The node is a member")
+
+
+def test_a_drain_that_somebody_else_cancels_says_so(
+    target: Target, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.last = DrainProgress("serving", 12, 0, 7, 0, 7 * MIB, finished=True)
+    assert main.main(["drain", "--control", address]) == 1
+    assert capsys.readouterr().out.startswith("The drain was cancelled. The node is a member")
 
 
 @pytest.mark.parametrize(

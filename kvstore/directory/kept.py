@@ -16,11 +16,12 @@ from redis.exceptions import ResponseError
 
 def _packed(words: tuple[bytes | str | int, ...]) -> bytes:
     """A command as it travels: in one piece, where redis-py sends long words apart."""
-    pieces = [b"*%d\r\n" % len(words)]
+    pieces = [b"*%d" % len(words)]
     for word in words:
         written = word if type(word) is bytes else str(word).encode()
-        pieces.append(b"$%d\r\n%b\r\n" % (len(written), written))
-    return b"".join(pieces)
+        pieces += (b"$%d" % len(written), written)
+    pieces.append(b"")
+    return b"\r\n".join(pieces)
 
 
 class Kept:

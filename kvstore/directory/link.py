@@ -84,6 +84,8 @@ class Link:
         else:
             host, port = address.hosts[0]
             self._client = Redis(host=host, port=port, **_single(address, options))
+        # Asked of the client it takes as long as packing all that is sent.
+        self._clustered = address.kind == "cluster"
         single = address.kind not in ("cluster", "sentinel")
         self._kept = Kept(self._client) if single else None
 
@@ -207,7 +209,7 @@ class Link:
 
     def route(self, key: bytes) -> str:
         """Names the server that a key is at, as far as it is known: it fails or works as one."""
-        if not isinstance(self._client, RedisCluster):
+        if not self._clustered:
             return ""
         try:
             node = self._client.get_node_from_key(key.decode())

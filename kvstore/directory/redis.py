@@ -223,8 +223,12 @@ class RedisDirectory(Directory):
         try:
             if began >= deadline:
                 raise DeadlineExceeded("no time is left to ask the directory")
-            async with asyncio.timeout_at(deadline), self._lookups:
-                answer: bytes = await self._link.ask(REACH, key, parts, shards, members)
+            async with asyncio.timeout_at(deadline):
+                await self._lookups.acquire()
+                try:
+                    answer: bytes = await self._link.ask(REACH, key, parts, shards, members)
+                finally:
+                    self._lookups.release()
         except (KVStoreError, TimeoutError) as error:
             code = error.code if isinstance(error, KVStoreError) else DeadlineExceeded.code
             self.statistics.failures["reach", code] += 1

@@ -103,13 +103,14 @@ end
 local count = math.floor(#hashes / {HASH_PART})
 local nothing = struct.pack('<I4', 0)
 if count == 0 then return nothing end
-local best = owners(0)
-if not best then return nothing end
 local has, lacks = 0, count - 1
-local last = owners(lacks)
-if last then
-  has, best = lacks, last
+-- The last first: where all is held, as after a put of the whole chain, it is the only one.
+local best = owners(lacks)
+if best then
+  has = lacks
 else
+  best = count > 1 and owners(0)
+  if not best then return nothing end
   while lacks - has > 1 do
     local middle = math.floor((has + lacks) / 2)
     local found = owners(middle)

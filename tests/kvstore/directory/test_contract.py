@@ -77,6 +77,18 @@ async def test_a_chain_is_reached_as_far_as_it_is_held(make: Make) -> None:
         assert found.owners == ((_number(second),),)
 
 
+async def test_any_part_of_a_chain_may_be_held(make: Make) -> None:
+    asking, holding = await _joined(make, "asking", "holding")
+    for held in range(5):
+        blocks = chain(f"{held} held", 4)
+        store(holding, blocks[:held])
+        if held:
+            await until_reach(asking, blocks, held)
+        for asked in range(1, 5):
+            found = await reach(asking, blocks[:asked])
+            assert (found.blocks, found.failure) == (min(held, asked), None)
+
+
 async def test_only_what_lies_beyond_the_start_is_asked_for(make: Make) -> None:
     first, second = await _joined(make, "one", "two")
     blocks = chain("a", 20)

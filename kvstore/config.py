@@ -54,6 +54,10 @@ def _number_or_nothing(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
+def _text_or_empty(value: object) -> object:
+    return "" if isinstance(value, str) and _nothing_is_off(value) is None else value
+
+
 def _expanded(value: object) -> object:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
@@ -68,6 +72,8 @@ OptionalRate = Annotated[
     BeforeValidator(_nothing_is_off),
 ]
 OptionalSize = Annotated[Size | None, BeforeValidator(_nothing_is_off)]
+OptionalText = Annotated[str, BeforeValidator(_text_or_empty)]
+"""Empty where it is unset."""
 LocalPath = Annotated[Path, BeforeValidator(_expanded)]
 OptionalPath = Annotated[LocalPath | None, BeforeValidator(_nothing_is_off)]
 
@@ -179,11 +185,11 @@ class RdmaSection(Section):
 
     mode: Literal["auto", "off", "require"] = "auto"
     """Whether sessions may use RDMA: where a device is found, never, or else not start."""
-    device: str = ""
+    device: OptionalText = ""
     """Name of the device, as ``rdma link`` lists it. Unset: the best there is."""
     port: int = Field(default=0, ge=0, le=255)
     """Number of its port. 0: any."""
-    gid: str = ""
+    gid: OptionalText = ""
     """A RoCEv2 GID, its IPv4 address, or its index. Unset: the best there is."""
     mtu: Annotated[
         Literal[256, 512, 1024, 2048, 4096] | None, BeforeValidator(_number_or_nothing)
@@ -212,14 +218,14 @@ class RdmaSection(Section):
 class ClusterSection(Section):
     """The pool that the node is a member of. Without a directory the node is alone."""
 
-    directory: str = ""
+    directory: OptionalText = ""
     """Where the Redis is that the nodes of the pool share, as ``redis://HOST:PORT``; unset: none.
     Also ``rediss://``, ``unix://``, ``redis+sentinel://`` and ``redis+cluster://``."""
     pool: str = Field(default="kvstore", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Name of the pool. Pools of other names in the same Redis know nothing of each other."""
     advertise: OptionalAddress = None
     """Where the other nodes reach the data path of this one. Unset: at ``listen.tcp``."""
-    host: Annotated[str, Field(max_length=256)] = ""
+    host: Annotated[OptionalText, Field(max_length=256)] = ""
     """Which machine the node runs on, or rack, or whatever else fails as one: copies of a block are
     kept on different ones. Unset: the machine's boot id."""
     replicas: int = Field(default=1, ge=1, le=MAX_COPIES)

@@ -78,6 +78,16 @@ def test_a_packet_size_comes_from_the_environment_too(
     assert config.rdma.mtu == found
 
 
+@pytest.mark.parametrize(
+    "key", ["rdma.device", "rdma.gid", "cluster.directory", "cluster.host", "rdma.mtu", "tls.ca"]
+)
+def test_off_unsets_what_may_be_unset(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    config = from_file(tmp_path, f'[{section}]\n{name} = "off"\n').config
+    default = load(environ={}).config
+    assert getattr(getattr(config, section), name) == getattr(getattr(default, section), name)
+
+
 def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.toml"
     path.write_text('[dram]\ncapacity = "1GiB"\nsegment = "64MiB"\nprefault = false\n')

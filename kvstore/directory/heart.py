@@ -154,13 +154,16 @@ class Heart:
         known = b"" if census else self._membership.live
         words = (known, int(census))
         last, numbers, records, summaries = await self._run(ROSTER, self._prefix, *words)
+        now = asyncio.get_running_loop().time()
         self._membership.roster(
             int(last),
             [int(number) for number in numbers],
             dict(zip(map(int, records[::2]), records[1::2], strict=True)),
             dict(zip(map(int, summaries[::2]), summaries[1::2], strict=True)),
-            now=asyncio.get_running_loop().time(),
+            now=now,
         )
+        if before.keys() - self._membership.others.keys():
+            self._sweeper.missed(now)
         self._statistics.members = len(self._membership.others)
         if before.keys() != self._membership.others.keys():
             _log.info("directory_members", members=sorted(self._membership.others))

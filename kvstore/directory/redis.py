@@ -93,6 +93,7 @@ class RedisDirectory(Directory):
         self._gate = Gate()
         self._capacity = capacity
         self._link: Link
+        self._sweeper: Sweeper
         self._publisher: Publisher | None = None
         self._lookups = asyncio.Semaphore(_LOOKUPS)
         self._shut = asyncio.Event()
@@ -108,7 +109,7 @@ class RedisDirectory(Directory):
         """Begin to join the pool."""
         self._link = link = Link(self._address, self._access)
         shared = (self._membership, self._pace, self.statistics)
-        sweeper = Sweeper(self._pool, link, self._run, *shared)
+        self._sweeper = sweeper = Sweeper(self._pool, link, self._run, *shared)
         self._publisher = publisher = Publisher(self._pool, self._run, *shared, self._capacity)
         publisher.inventory = inventory
         heart = Heart(self._pool, link, self._run, publisher, sweeper, *shared)
@@ -253,7 +254,8 @@ class RedisDirectory(Directory):
         for shard, numbers in enumerate(holders):
             owners.append(tuple(n for n in numbers if n in self._membership.others))
             for number in numbers:
-                if self._membership.dead(number):
+                # Who was only held up comes back under its number, and does not tell all again.
+                if self._membership.dead(number) and self._sweeper.quiet:
                     self.withdraw(Place(namespace, shard, hashes[0], deepest), number)
         # A member may have died since it was asked.
         return Reach(start + blocks, tuple(owners)) if all(owners) else Reach(start)

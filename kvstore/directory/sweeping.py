@@ -66,6 +66,15 @@ class Sweeper:
             self._deaths = self._membership.version.deaths
             self._died_at = now
 
+    def missed(self, now: float) -> None:
+        """Take note that a roster lacks members, which a heartbeat may tell only later."""
+        self._died_at = now
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody has died of late, so that the dead won't be back under their numbers."""
+        return asyncio.get_running_loop().time() - self._died_at >= self._pace.grace
+
     async def sweep(self) -> None:
         """Sweep when there is something to sweep; without end."""
         while True:
@@ -80,8 +89,7 @@ class Sweeper:
 
     def _due(self) -> bool:
         version = self._membership.version
-        quiet = asyncio.get_running_loop().time() - self._died_at
-        return version.deaths != version.swept and quiet >= self._pace.grace
+        return version.deaths != version.swept and self.quiet
 
     async def _sweep(self, me: Member) -> None:
         deaths, last = self._membership.version.deaths, self._membership.last

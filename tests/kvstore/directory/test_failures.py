@@ -302,6 +302,23 @@ async def test_who_dies_is_no_member_and_is_swept_away(node: Join, server: Redis
     assert third.statistics.operations["sweep"] == swept
 
 
+async def test_who_was_held_up_is_an_owner_again_of_all_that_it_told(node: Join) -> None:
+    patient = replace(QUICK, grace=60.0)
+    first, second, third = (node(name, pace=patient) for name in ("one", "two", "three"))
+    await first.open()
+    for owner in (second, third):
+        await owner.open(lambda: iter([places(BLOCKS)]))
+    await joined(first, second, third)
+    both = {number(second), number(third)}
+    await until_reach(first, BLOCKS, len(BLOCKS), owners=both)
+    await _die(second)
+    await second._link.close(seconds=10.0)
+    # Lookups meet the location of a member whose lease is over.
+    await until_reach(first, BLOCKS, len(BLOCKS), owners={number(third)})
+    await second.open()
+    await until_reach(first, BLOCKS, len(BLOCKS), owners=both)
+
+
 async def test_a_dead_owner_does_not_hide_a_live_one(node: Join) -> None:
     first, second = await _pair(node, pace=replace(QUICK, sweep=1000.0))
     third = node("three")

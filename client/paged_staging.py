@@ -58,7 +58,7 @@ class HostQueue:
 
 
 class CudaQueue:
-    """Copies on a CUDA stream of their own, beside the engine's; not yet run on hardware."""
+    """Copies on a CUDA stream of their own, beside the engine's."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvstore.errors import AccessDenied, ConfigError, DeadlineExceeded, KVStoreError, Unavailable
 from rdma.certificates import CertificateFiles, Certificates, to_connect
@@ -45,21 +47,8 @@ def secure(
         DeadlineExceeded: it took longer.
         Unavailable: the connection broke, or the node speaks no TLS.
     """
-    try:
-        made = wrap(connected, certificates.context(), host)
-    except TlsError as error:
-        raise lost(error) from error
-    try:
+    with _begun(connected, certificates, host) as made:
         shake_hands_until(made, end)
-    except TimeoutError as error:
-        made.close()
-        raise _late() from error
-    except OSError as error:
-        made.close()
-        raise lost(error) from error
-    except BaseException:
-        made.close()
-        raise
     return made
 
 
@@ -67,13 +56,21 @@ async def secure_soon(
     connected: socket.socket, certificates: Certificates, host: str, end: float
 ) -> TlsSocket:
     """As ``secure``, on the running loop."""
+    with _begun(connected, certificates, host) as made:
+        async with asyncio.timeout(end - time.monotonic()):
+            await shake_hands(made)
+    return made
+
+
+@contextmanager
+def _begun(connected: socket.socket, certificates: Certificates, host: str) -> Iterator[TlsSocket]:
+    """A socket whose handshake the block does; closed where that fails."""
     try:
         made = wrap(connected, certificates.context(), host)
     except TlsError as error:
         raise lost(error) from error
     try:
-        async with asyncio.timeout(end - time.monotonic()):
-            await shake_hands(made)
+        yield made
     except TimeoutError as error:
         made.close()
         raise _late() from error
@@ -83,7 +80,6 @@ async def secure_soon(
     except BaseException:
         made.close()
         raise
-    return made
 
 
 def lost(error: Exception | None) -> KVStoreError:

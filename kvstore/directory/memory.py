@@ -203,37 +203,3 @@ class MemoryDirectory(Directory):
         """Take note that a member does not hold a block after all."""
         self._pool.take(place, number)
         self.statistics.withdrawn += 1
-
-
-class LocalDirectory(MemoryDirectory):
-    """The directory of a node alone: a member of a pool of one, to which nothing is remote.
-
-    Args:
-        member: this node, without a number.
-    """
-
-    name: ClassVar[str] = "local"
-
-    def __init__(self, member: Member) -> None:
-        super().__init__(MemoryPool(), member)
-
-    async def reach(
-        self,
-        namespace: bytes,
-        shards: int,
-        hashes: Sequence[bytes],
-        start: int,
-        *,
-        deadline: float,
-    ) -> Reach:
-        """Nobody else holds anything."""
-        return Reach(start)
-
-    def stored(self, place: Place) -> None:
-        """Nobody else is to know."""
-
-    def removed(self, place: Place) -> None:
-        """Nobody else is to know."""
-
-    def withdraw(self, place: Place, number: int) -> None:
-        """There is no other member."""

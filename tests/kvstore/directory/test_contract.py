@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from kvstore.directory.interface import MOST_HASHES, MOST_OWNERS, Directory, Place
-from kvstore.directory.memory import LocalDirectory
 from tests.kvstore.directory.conftest import Make
 from tests.kvstore.directory.pools import (
     NAMESPACE,
     OTHER_NAMESPACE,
     chain,
-    member,
     places,
     reach,
     store,
@@ -251,15 +249,3 @@ async def test_before_joining_and_after_leaving_nothing_is_known(make: Make) -> 
     await directory.close()
     store(directory, blocks)
     assert (await reach(directory, blocks)).blocks == 0
-
-
-async def test_a_node_alone_finds_nothing_remote() -> None:
-    alone = LocalDirectory(member("one"))
-    await alone.open()
-    assert alone.me is not None
-    assert not alone.members
-    blocks = chain("a", 3)
-    store(alone, blocks)
-    assert (await reach(alone, blocks, start=1)).blocks == 1
-    assert alone.statistics.published == 0
-    await alone.close()

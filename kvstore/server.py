@@ -92,8 +92,10 @@ class Server:
         """Listen.
 
         Raises:
-            ConfigError: an address cannot be had, or a certificate not be used.
+            ConfigError: an address cannot be had, a certificate not be used, or a tenant's token
+                file not be read.
         """
+        self._admission.check_files()
         listen = self._config.listen
         certificates = for_sessions(self._config.tls)
         if certificates is not None:

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvstore.control.interface import TenantReport
-from kvstore.errors import AccessDenied, InvalidRequest
+from kvstore.errors import AccessDenied, ConfigError, InvalidRequest
 from kvstore.identity import ROOT_PARENT
 from kvstore.protocol.messages import (
     Exists,
@@ -48,6 +48,12 @@ def daemon(tmp_path: Path) -> Iterator[Watched]:
     config = make_config(tmp_path, tenants=tokens(tmp_path), auth={"session_token": "general"})
     with Watched(config) as running:
         yield running
+
+
+def test_a_token_file_that_is_not_there_is_found_at_the_start(tmp_path: Path) -> None:
+    config = make_config(tmp_path, tenants={"a": {"token_file": str(tmp_path / "typo")}})
+    with pytest.raises(ConfigError, match=r"tenants\.a\.token_file: .*typo"), Watched(config):
+        pass
 
 
 def test_a_session_sees_its_own_blocks_only(daemon: Watched) -> None:

@@ -74,9 +74,13 @@ def peer() -> Iterator[Peer]:
 async def test_a_peer_that_is_killed_counts_as_lost(node: Node, peer: Peer) -> None:
     session, other = peer.join(node), node.session()
     places, _ = node.blocks(SIZE // BLOCK, BLOCK)
-    calls = [
-        asyncio.create_task(session.pull(places, BLOCK, peer.blocks(), soon(20))) for _ in range(3)
-    ]
+
+    async def pull_on() -> None:
+        # One pull alone may be over before the peer is killed.
+        while True:
+            await session.pull(places, BLOCK, peer.blocks(), soon(20))
+
+    calls = [asyncio.create_task(pull_on()) for _ in range(3)]
     await asyncio.sleep(0.05)
     peer.process.kill()
     with Stopwatch() as watch:

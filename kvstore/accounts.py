@@ -43,16 +43,17 @@ class Account:
     Attributes:
         policy: has its blocks of DRAM that are no replicas.
         replicas: has those that are. Whatever the policy, that longest unused goes first.
-        dram, ssd: bytes of its blocks in that tier; the `Index` counts them.
+        hbm, dram, ssd: bytes of its blocks in that tier; the `Index` counts them.
     """
 
-    __slots__ = ("dram", "name", "policy", "quota", "replicas", "ssd")
+    __slots__ = ("dram", "hbm", "name", "policy", "quota", "replicas", "ssd")
 
     def __init__(self, name: str, policy: Policy, quota: Quota = Quota()) -> None:
         self.name = name
         self.policy = policy
         self.replicas = Lru(1)
         self.quota = quota
+        self.hbm = 0
         self.dram = 0
         self.ssd = 0
 

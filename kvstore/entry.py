@@ -21,6 +21,8 @@ COMMITTED: Final = 4
 USED: Final = 8
 GONE: Final = 16
 REPLICA: Final = 32
+IN_HBM: Final = 64
+WANTED: Final = 128
 
 ABSENT_CODE: Final = 0
 HBM_CODE: Final = 1
@@ -29,6 +31,11 @@ SSD_CODE: Final = 3
 
 
 def _tier_code(state: int) -> int:
+    code = _host_code(state)
+    return HBM_CODE if code and state & IN_HBM else code
+
+
+def _host_code(state: int) -> int:
     if not state & COMMITTED:
         return ABSENT_CODE
     if state & IN_DRAM:
@@ -38,6 +45,7 @@ def _tier_code(state: int) -> int:
 
 TIER_CODES: Final = bytes(_tier_code(state) for state in range(256))
 """Translates `Entry.state` to the code of the fastest tier that serves it; 0 if none."""
+_HOST_CODES: Final = bytes(_host_code(state) for state in range(256))
 
 
 class Entry(Link):
@@ -55,7 +63,9 @@ class Entry(Link):
         ssd: extent in the SSD tier, or None.
         pins: readers and writers that need its extents to stay; changed by `Index.pin`, `unpin`.
         state: bits: `IN_DRAM`, `IN_SSD`, `COMMITTED`, `USED` (since it was written to SSD), `GONE`
-            (dropped or aborted), `REPLICA`. Neither committed nor gone means reserved.
+            (dropped or aborted), `REPLICA`, `IN_HBM` (a copy lies on a GPU as well; where, is
+            known to `kvstore.hbm_copies`), `WANTED` (a session that computes on a GPU has got it
+            since it last was in HBM). Neither committed nor gone means reserved.
         created: when it was reserved, seconds on the caller's clock.
         last_use: when it was last touched, same clock.
         checksum: crc32c of the payload, or None while nobody has computed it.
@@ -128,6 +138,11 @@ class Entry(Link):
         return TIER_CODES[self.state]
 
     @property
+    def host_code(self) -> int:
+        """Likewise of the fastest tier below HBM: what serves a block to those without a GPU."""
+        return _HOST_CODES[self.state]
+
+    @property
     def parent_hash(self) -> bytes:
         """Hash of the parent; `ROOT_PARENT` for the first block of a prompt."""
         return ROOT_PARENT if self.parent is None else self.parent.hash
@@ -178,6 +193,7 @@ class ShardIndex:
         account: where its blocks are counted.
         tenant: whose it is; None while nobody knows, as of what a restarted node finds on its SSD.
         in_dram, in_ssd: blocks, reserved ones included, with an extent in that tier.
+        in_hbm: blocks with a copy on a GPU.
         feed: is told of blocks stored and removed; None where nobody follows.
     """
 
@@ -187,6 +203,7 @@ class ShardIndex:
         "committed",
         "feed",
         "in_dram",
+        "in_hbm",
         "in_ssd",
         "namespace",
         "number",
@@ -211,10 +228,16 @@ class ShardIndex:
         self.reserved: dict[bytes, Entry] = {}
         self.in_dram = 0
         self.in_ssd = 0
+        self.in_hbm = 0
         self.feed: Feed | None = None
 
     def __repr__(self) -> str:
         return f"<ShardIndex {self.namespace.hex()[:12]}/{self.number}>"
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes of payload in the HBM tier."""
+        return self.in_hbm * self.block_bytes
 
     @property
     def dram_bytes(self) -> int:

@@ -24,9 +24,11 @@ from kvstore.entry import (
     COMMITTED,
     GONE,
     IN_DRAM,
+    IN_HBM,
     IN_SSD,
     REPLICA,
     USED,
+    WANTED,
     Entry,
     ShardIndex,
 )
@@ -120,9 +122,11 @@ class Index:
         ordered = [entry for entry in shard.committed.values() if entry.queue]
         for entry in ordered:
             self._order_of(entry).remove(entry, evicted=False)
+        shard.account.hbm -= shard.hbm_bytes
         shard.account.dram -= shard.dram_bytes
         shard.account.ssd -= shard.ssd_bytes
         shard.account = account
+        account.hbm += shard.hbm_bytes
         account.dram += shard.dram_bytes
         account.ssd += shard.ssd_bytes
         # Parents are older than their children in the table, and must not be so in the order.
@@ -361,7 +365,40 @@ class Index:
         assert old is not None
         return old
 
+    def add_copy(self, entry: Entry) -> None:
+        """Note that a copy of a committed block lies on a GPU, beside its extents below.
+
+        Raises:
+            ValueError: it has one already, or isn't committed.
+        """
+        if entry.state & IN_HBM or not entry.state & COMMITTED:
+            raise ValueError(f"{entry!r} can't have a copy in hbm")
+        entry.state = (entry.state | IN_HBM) & ~WANTED
+        entry.shard.in_hbm += 1
+        entry.shard.account.hbm += entry.shard.block_bytes
+        self._tell_moved(entry)
+
+    def remove_copy(self, entry: Entry) -> None:
+        """Note that the copy on a GPU is no more. Of a block that is gone, it is counted no longer.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if not entry.state & IN_HBM:
+            raise ValueError(f"{entry!r} has no copy in hbm")
+        entry.state &= ~IN_HBM
+        if not entry.state & GONE:
+            entry.shard.in_hbm -= 1
+            entry.shard.account.hbm -= entry.shard.block_bytes
+            self._tell_moved(entry)
+
     # Being used
+
+    def want(self, entry: Entry) -> bool:
+        """Note that a session that computes on a GPU got a block; whether one had before."""
+        before = bool(entry.state & WANTED)
+        entry.state |= WANTED
+        return before
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
         """Note a use of `entries`, given from root to leaf; the policy sees them leaf first.
@@ -497,9 +534,9 @@ class Index:
             evicted: they made room for others (as opposed to being withdrawn or lost).
 
         Returns:
-            All entries removed, each child before its parent. They keep `dram`, `ssd` and `parent`.
-            The caller frees the extents of those without pins, and those of the others when `unpin`
-            returns them.
+            All entries removed, each child before its parent. They keep `dram`, `ssd`, `IN_HBM`
+            and `parent`. The caller frees the extents of those without pins, and those of the
+            others when `unpin` returns them.
 
         Raises:
             ValueError: the entry is gone already.
@@ -535,6 +572,9 @@ class Index:
         if entry.state & IN_SSD:
             shard.in_ssd -= 1
             shard.account.ssd -= shard.block_bytes
+        if entry.state & IN_HBM:
+            shard.in_hbm -= 1
+            shard.account.hbm -= shard.block_bytes
         entry.state = (entry.state & ~COMMITTED) | GONE
         entry.first_child = entry.next_sibling = entry.previous_sibling = None
 

@@ -21,9 +21,10 @@ from typing import Final
 from kvstore.accounts import Account
 from kvstore.catalog import Catalog
 from kvstore.departures import Departure, DepartureReason, Departures
-from kvstore.entry import Entry, ShardIndex
+from kvstore.entry import IN_HBM, Entry, ShardIndex
 from kvstore.errors import ParentAbsent
 from kvstore.feed import Feed
+from kvstore.gpus import Gpus
 from kvstore.identity import Namespace
 from kvstore.index import Index
 from kvstore.metrics import Metrics, PutOutcome
@@ -74,6 +75,8 @@ class Node:
         self.departures = departures
         self.metrics = metrics
         self.clock = clock
+        self.gpus: Gpus | None = None
+        """Where copies of blocks lie on GPUs; None where there is no HBM tier."""
         self.accepts_puts = True
         """Whether clients may store blocks: not while what the node holds moves to others."""
         self.on_crowding: Callable[[], None] = lambda: None
@@ -485,6 +488,8 @@ class Node:
         if entry.ssd is not None and self.ssd is not None:
             self.ssd.free(entry.ssd)
             entry.ssd = None
+        if entry.state & IN_HBM and self.gpus is not None:
+            self.gpus.forget(entry)
 
 
 def _is_worth_less(used: float, entry: Entry) -> bool:

@@ -116,7 +116,7 @@ class Fetch:
                 return "pending" if pending else "absent"
         elif entry.dram is not None and not self._verify:
             self._node.pin((entry,))
-            return entry, entry.tier_code
+            return entry, entry.host_code
         return asyncio.get_running_loop().create_task(self._fetch_one(block, wait))
 
     async def _wait_for(
@@ -225,7 +225,7 @@ class Fetch:
         entry = shard.committed.get(block)
         if entry is None:
             return "absent" if pending is None else "pending"
-        origin = entry.tier_code
+        origin = entry.host_code
         reason: MissReason | None = "deadline"
         # Pinned before it is brought up: demotion may want the room again at once.
         self._node.pin((entry,))

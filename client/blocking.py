@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar, overload
 
 from client import following, forks, operations, putting
 from client.buffers import Buffers, PutBlocks
@@ -20,10 +20,11 @@ from client.prefix import Prefixes
 from client.registration import Registered, register
 from client.results import FAILED, Changes, ClientStats, GetResult, Match, PutResult
 from client.tally import NO_SESSION, Tally
-from client.views import BlockViews
+from client.views import BlockViews, DeviceViews, Views
 from client.wire import Wire
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.identity import ROOT_PARENT, Namespace, check_hash
+from rdma.gpu_segments import GpuView
 
 logger = logging.getLogger("kvstore.client")
 
@@ -148,7 +149,25 @@ class Client:
         self._tally.got(len(hashes), result.found, wanted)
         return result
 
-    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> BlockViews:
+    @overload
+    def view(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        device: Literal[False] = False,
+        deadline: float | None = None,
+    ) -> BlockViews: ...
+    @overload
+    def view(
+        self, hashes: Sequence[bytes], *, device: Literal[True], deadline: float | None = None
+    ) -> DeviceViews: ...
+    @overload
+    def view(
+        self, hashes: Sequence[bytes], *, device: bool, deadline: float | None = None
+    ) -> Views[memoryview | GpuView]: ...
+    def view(
+        self, hashes: Sequence[bytes], *, device: bool = False, deadline: float | None = None
+    ) -> Views[memoryview | GpuView]:
         """Show blocks without copying them: ``with client.view(hashes) as views``.
 
         Over ``shm`` the views lie in the node's own memory, pinned until the ``with`` block ends.
@@ -156,16 +175,21 @@ class Client:
 
         Args:
             hashes: the blocks, each by itself.
+            device: whether blocks that lie on a GPU of the node may be shown there, by a
+                ``GpuView``, where the client was made with a ``gpu`` that reaches it. The ``with``
+                block must not end before the copies that were queued from them have ended.
             deadline: seconds.
 
         Raises:
             InvalidRequest: a hash is not 32 bytes.
         """
+        views: Views[memoryview | GpuView]
         try:
             views = self._run_on_wire(hashes, deadline)
         except KVStoreError as error:
             operations.check_hashes(hashes)
-            views = BlockViews.missed(len(hashes), self._failed(error))
+            kind = DeviceViews if device else BlockViews
+            views = kind.missed(len(hashes), self._failed(error))
         self._tally.got(len(hashes), views.found, self.namespace.block_bytes)
         return views
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from client.buffers import Buffers, writable_bytes
 from client.results import GetResult, Match
@@ -20,9 +20,11 @@ from kvstore.identity import HASH_BYTES, Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.frames import DEFAULT_MAX_PAYLOAD
 from rdma.errors import BadPlace, TransportError
+from rdma.gpu_segments import GpuView
 from rdma.transport import ClientTransport
 
 T = TypeVar("T")
+V = TypeVar("V", bound="memoryview | GpuView")
 
 GET_BYTES: Final = 16 << 20
 """Bytes of one request of a get: so many are copied while the node brings up the next."""
@@ -141,7 +143,7 @@ def make_terms(
 
 
 @dataclass(slots=True)
-class Seen:
+class Seen(Generic[V]):
     """Blocks as they lie in memory; the pins of ``leases`` keep them there.
 
     Attributes:
@@ -151,7 +153,7 @@ class Seen:
     """
 
     codes: bytes
-    views: list[memoryview | None]
+    views: list[V | None]
     leases: list[int]
 
 
@@ -349,7 +351,7 @@ def name_memory(
         raise Unavailable(str(error)) from error
 
 
-def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
     """Show blocks where they lie, or in memory of their own where none is shared."""
     if terms.transport.shares_memory:
         step, show = terms.max_hashes, _show
@@ -364,9 +366,9 @@ def _view_batches(
     terms: Terms,
     hashes: Sequence[bytes],
     step: int,
-    show: Callable[[Terms, Sequence[bytes]], Operation[Seen]],
-) -> Operation[Seen]:
-    seen = Seen(b"", [], [])
+    show: Callable[[Terms, Sequence[bytes]], Operation[Seen[memoryview]]],
+) -> Operation[Seen[memoryview]]:
+    seen: Seen[memoryview] = Seen(b"", [], [])
     with _kept(terms, seen.leases):
         for start in range(0, len(hashes), step):
             part = yield from show(terms, hashes[start : start + step])
@@ -386,7 +388,7 @@ def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
         raise
 
 
-def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
     transport, size = terms.transport, terms.namespace.block_bytes
     answer: messages.GetAnswer = yield Call(messages.Get(hashes))
     locations = answer.locations or ()
@@ -404,7 +406,7 @@ def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
     return Seen(answer.tiers, views, leases)
 
 
-def _get_views(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen]:
+def _get_views(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
     size = terms.namespace.block_bytes
     whole = memoryview(bytearray(len(hashes) * size))
     buffers = [whole[start : start + size] for start in range(0, len(whole), size)]

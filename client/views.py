@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
 
 from client.operations import Seen
 from client.results import leading_hits
+from rdma.gpu_segments import GpuView
+
+V_co = TypeVar("V_co", bound="memoryview | GpuView", covariant=True)
 
 _RELEASE: Final[Callable[[Any], None]] = memoryview.release
 
@@ -21,12 +24,8 @@ class Session(Protocol):
         """Whether it still holds its pins."""
 
 
-class BlockViews(Sequence["memoryview | None"]):
-    """Read-only views of blocks, in the order asked for; ``None`` for a miss.
-
-    The bytes stay where they are until ``release``, which the end of a ``with`` block calls. The
-    views can't be used after it; whatever was made from them, a numpy array for example, must not
-    be.
+class Views(Sequence["V_co | None"], Generic[V_co]):
+    """Blocks in the order asked for; ``None`` for a miss. See :class:`BlockViews`.
 
     Attributes:
         codes: the tier code of each block, 0 for a miss.
@@ -38,7 +37,7 @@ class BlockViews(Sequence["memoryview | None"]):
 
     def __init__(
         self,
-        seen: Seen,
+        seen: Seen[V_co],
         session: Session | None,
         unpin: Callable[[list[int]], object] | None,
         failure: str | None = None,
@@ -51,7 +50,7 @@ class BlockViews(Sequence["memoryview | None"]):
         self._unpin = unpin
 
     @classmethod
-    def missed(cls, count: int, failure: str) -> BlockViews:
+    def missed(cls, count: int, failure: str) -> Self:
         """Views of which none was found."""
         return cls(Seen(bytes(count), [None] * count, []), None, None, failure)
 
@@ -59,17 +58,17 @@ class BlockViews(Sequence["memoryview | None"]):
         return len(self._views)
 
     @overload
-    def __getitem__(self, index: int) -> memoryview | None: ...
+    def __getitem__(self, index: int) -> V_co | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[memoryview | None]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview | None] | None:
+    def __getitem__(self, index: slice) -> list[V_co | None]: ...
+    def __getitem__(self, index: int | slice) -> V_co | list[V_co | None] | None:
         return self._views[index]
 
-    def __iter__(self) -> Iterator[memoryview | None]:
+    def __iter__(self) -> Iterator[V_co | None]:
         return iter(self._views)
 
     def __repr__(self) -> str:
-        return f"<BlockViews {self.found} of {len(self)} found>"
+        return f"<{type(self).__name__} {self.found} of {len(self)} found>"
 
     @property
     def found(self) -> int:
@@ -100,15 +99,38 @@ class BlockViews(Sequence["memoryview | None"]):
         if unpin is not None and self.leases:
             unpin(self.leases)
 
-    def __enter__(self) -> BlockViews:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
 
-def _release_each(views: list[memoryview | None]) -> None:
+class BlockViews(Views[memoryview]):
+    """Read-only views of blocks, in the order asked for; ``None`` for a miss.
+
+    The bytes stay where they are until ``release``, which the end of a ``with`` block calls. The
+    views can't be used after it; whatever was made from them, a numpy array for example, must not
+    be.
+    """
+
+    __slots__ = ()
+
+
+class DeviceViews(Views["memoryview | GpuView"]):
+    """As ``BlockViews``, with a ``GpuView`` for each block that lies on a GPU.
+
+    Copies from it are queued, and go on when the call that queued them has returned: call
+    ``release`` when they have ended, by an event, and see then whether the views were ``valid``.
+    As long as nobody has called it, the blocks stay mapped and in place, whatever becomes of the
+    session. On a GPU nothing keeps anybody from writing to a block, which is forbidden.
+    """
+
+    __slots__ = ()
+
+
+def _release_each(views: Sequence[memoryview | GpuView | None]) -> None:
     for view in views:
-        if view is not None:
+        if isinstance(view, memoryview):
             with suppress(BufferError):
                 view.release()

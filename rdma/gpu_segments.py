@@ -8,18 +8,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Protocol
 
 from rdma.errors import BadPlace, SegmentError
 from rdma.transport import OFFSET_MASK, SEGMENT_SHIFT
 
-__all__ = ["HANDLE_BYTES", "CudaMapper", "GpuSegmentMap", "Mapper"]
+__all__ = ["HANDLE_BYTES", "CudaMapper", "GpuSegmentMap", "GpuView", "Mapper"]
 
 HANDLE_BYTES: Final = 64
 """Length of a handle."""
 
 _LAZY_PEER_ACCESS: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """A block where it lies on a GPU, to be read by copies that this process queues.
+
+    Attributes:
+        address: of its first byte, in the address space of the GPU that this process computes on.
+        length: number of bytes.
+    """
+
+    address: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class Mapper(Protocol):

@@ -48,9 +48,15 @@ class Adapter(ABC):
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """Copy blocks to ``into``; return how many came."""
 
+    def put_after(
+        self, before: Sequence[bytes], keys: Sequence[bytes], blocks: Sequence[memoryview]
+    ) -> int:
+        """Store blocks that follow others in their chain, which are held; as ``put`` otherwise."""
+        return self.put(keys, blocks)
+
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many of the blocks are held."""
+        """How many of the blocks are held; the store must have said it of each by itself."""
 
     def buffers(self, count: int, size: int) -> list[memoryview]:
         """Writable memory of the client in the form that suits the store best, pages touched.

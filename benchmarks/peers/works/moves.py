@@ -19,7 +19,7 @@ def fill(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
     """Put ``bytes`` of blocks once, so that later turns meet no memory for the first time."""
     outcome = Outcome()
     wanted = int(parameters["bytes"])
-    while outcome.bytes < wanted:
+    while outcome.items * subject.size < wanted:
         _put(subject, POSITIONS, outcome)
     outcome.lacking = 0  # whether all of it stayed is not what this is about
     subject.adapter.remove_all()
@@ -45,7 +45,7 @@ def put(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
     subject.adapter.remove_all()
     count, most = int(parameters["count"]), int(parameters["bytes"])
     for _ in _turn(outcome, float(parameters["seconds"])):
-        if outcome.bytes >= most:
+        if outcome.items * subject.size >= most:
             break
         _put(subject, count, outcome)
     return outcome
@@ -112,7 +112,7 @@ def _put(
     began = _clock()
     stored = subject.adapter.put(keys, blocks)
     outcome.samples.append(_clock() - began)
-    outcome.bytes += len(keys) * subject.size
+    outcome.bytes += stored * subject.size
     outcome.items += len(keys)
     outcome.lacking += len(keys) - stored
 

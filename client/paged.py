@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate
@@ -18,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from client.buffers import flat_bytes, writable_bytes
-from client.paged_copies import Arrays, Copies, DirectCopies, HostCopies, LayersLoading
+from client.buffers import writable_bytes
+from client.paged_copies import Copies, DirectCopies, HostCopies, LayersLoading, Queued
 from client.paged_layers import Group, Layer, Span, Strided, describe, fuse, layer_of, spans
+from client.paged_sources import Source, Sources, arrays_of, parted
 from client.paged_staging import STAGE_BYTES, StagedCopies
 from client.pinning import pinned_segments
-from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch
+from kvstore.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger("kvstore.client.paged")
 
@@ -155,6 +157,14 @@ class PagedMemory:
             copies = HostCopies(kept, groups, blocks)
         return cls(layout, blocks, numbers, groups, copies)
 
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU that copies blocks by itself, also those given by a ``GpuView``.
+
+        ``None`` where none does: the tensors lie elsewhere, or there is no Triton.
+        """
+        return self._copies.gpu if isinstance(self._copies, DirectCopies) else None
+
     def mark(self) -> object | None:
         """Note what the engine has asked of the device so far; call it on the engine's thread.
 
@@ -187,13 +197,13 @@ class PagedMemory:
             NamespaceMismatch: a buffer has another size.
         """
         covered, length = self._range(layers)
-        targets = _arrays([writable_bytes(buffer) for buffer in into], length)
+        targets = arrays_of([writable_bytes(buffer) for buffer in into], length)
         self._check_ids(block_ids, len(targets))
         self._copies.gather(block_ids, targets, covered, after)
 
     def scatter(
         self,
-        blocks: Sequence[memoryview],
+        blocks: Sequence[Source],
         block_ids: Sequence[int],
         *,
         layers: tuple[int, int] | None = None,
@@ -202,24 +212,29 @@ class PagedMemory:
         """Copy blocks into the KV tensors; when this returns, they are there.
 
         Args:
-            blocks: the bytes of each block, or of the layers given.
+            blocks: the bytes of each block, or of the layers given; a ``GpuView`` only where
+                there is a ``gpu``.
             block_ids: the engine's ids of the blocks, no two the same.
             layers: first layer and number of layers; all if left out.
             after: wait for what was asked of the device before this mark, as where the engine may
                 still be reading what the blocks held before.
 
         Raises:
-            InvalidRequest: there is no such block or layer, or the number of buffers is not that
-                of the blocks.
+            InvalidRequest: there is no such block or layer, the number of buffers is not that of
+                the blocks, or a ``GpuView`` can't be read.
             NamespaceMismatch: a buffer has another size.
         """
         covered, length = self._range(layers)
-        sources = _arrays([flat_bytes(buffer) for buffer in blocks], length)
-        self._check_ids(block_ids, len(sources))
-        self._copies.scatter(sources, block_ids, covered, after)
+        self._check_ids(block_ids, len(blocks))
+        sources = parted(blocks, block_ids, length)
+        with ExitStack() as queued:
+            if (near := self._near(sources, covered, after)) is not None:
+                # Also after an error: what is read must not go before that.
+                queued.callback(near.finish)
+            self._copies.scatter(sources.arrays, sources.ids, covered, after)
 
     def load_layers(
-        self, blocks: Sequence[memoryview], block_ids: Sequence[int], *, after: object | None = None
+        self, blocks: Sequence[Source], block_ids: Sequence[int], *, after: object | None = None
     ) -> LayersLoading:
         """Begin to copy blocks into the KV tensors, layer by layer.
 
@@ -227,25 +242,50 @@ class PagedMemory:
         device can't read the blocks by itself, they are there when this returns.
 
         Args:
-            blocks: the bytes of each block; they must stay what they are until ``finish`` of what
-                is returned.
+            blocks: the bytes of each block, as for ``scatter``; they must stay what they are until
+                ``finish`` of what is returned.
             block_ids: the engine's ids of the blocks, no two the same.
             after: as for ``scatter``.
 
         Raises:
-            InvalidRequest: there is no such block, or the number of buffers is not that of the
-                blocks.
+            InvalidRequest: there is no such block, the number of buffers is not that of the
+                blocks, or a ``GpuView`` can't be read.
             NamespaceMismatch: a buffer has another size.
         """
-        sources = _arrays([flat_bytes(buffer) for buffer in blocks], self.layout.block_bytes)
-        self._check_ids(block_ids, len(sources))
-        if sources and isinstance(self._copies, DirectCopies):
-            covered = [self._layer(number) for number in range(self.layout.layers)]
-            loading = self._copies.scatter_layers(sources, block_ids, covered, after)
+        self._check_ids(block_ids, len(blocks))
+        sources = parted(blocks, block_ids, self.layout.block_bytes)
+        covered, _ = self._range(None)
+        with ExitStack() as failed:
+            # A GPU's own memory is so fast that nothing is gained by its layers one by one.
+            if (near := self._near(sources, covered, after)) is not None:
+                failed.callback(near.finish)
+            loading = self._load_layers(sources, after, near)
+            failed.pop_all()
+        return loading
+
+    def _load_layers(
+        self, sources: Sources, after: object | None, near: Queued | None
+    ) -> LayersLoading:
+        """Queue what lies on the host behind what does not."""
+        if len(sources.arrays) and isinstance(self._copies, DirectCopies):
+            by_layer = [self._layer(number) for number in range(self.layout.layers)]
+            loading = self._copies.scatter_layers(
+                sources.arrays, sources.ids, by_layer, after, near
+            )
             if loading is not None:
                 return loading
-        self._copies.scatter(sources, block_ids, self._range(None)[0], after)
-        return LayersLoading()
+        self._copies.scatter(sources.arrays, sources.ids, self._range(None)[0], after)
+        if near is None:
+            return LayersLoading()
+        return LayersLoading([near.event] * self.layout.layers, near)
+
+    def _near(self, sources: Sources, covered: list[Span], after: object | None) -> Queued | None:
+        """Queue the copies of what lies on a GPU, if anything does."""
+        if not sources.near:
+            return None
+        if not isinstance(self._copies, DirectCopies):
+            raise InvalidRequest("blocks on a GPU are only copied to tensors on one, by Triton")
+        return self._copies.scatter_near(sources.near, sources.near_ids, covered, after)
 
     def _layer(self, number: int) -> list[Span]:
         """One layer in the buffer of a whole block."""
@@ -313,10 +353,3 @@ def _check_distinct(layers: Mapping[Layer, int]) -> None:
     """Accept layers that are each other's memory wholly or not at all."""
     if len({layer.address for layer in layers}) < len(layers):
         raise ConfigError("two layers begin at the same address but are not alike")
-
-
-def _arrays(buffers: Sequence[memoryview], length: int) -> Arrays:
-    for buffer in buffers:
-        if len(buffer) != length:
-            raise NamespaceMismatch(f"a buffer has {len(buffer)} bytes, {length} are needed")
-    return Arrays(buffers)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 import numpy as np
 
 from client.paged_layers import Group, Span
+from rdma.gpu_segments import GpuView
 
 ByteArray: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -67,14 +68,49 @@ class Copies(Protocol):
 class DirectCopies(Copies, Protocol):
     """Copies that a device does by itself, so that they can be queued."""
 
+    @property
+    def gpu(self) -> int:
+        """Number of the device in this process."""
+
+    def scatter_near(
+        self,
+        sources: Sequence[GpuView],
+        block_ids: Sequence[int],
+        covered: Sequence[Span],
+        after: object | None,
+    ) -> Queued:
+        """Queue copies of blocks that lie on a GPU into the tensors."""
+
     def scatter_layers(
         self,
         sources: Sequence[ByteArray],
         block_ids: Sequence[int],
         covered: Sequence[Sequence[Span]],
         after: object | None,
+        near: Queued | None,
     ) -> LayersLoading | None:
         """Queue copies into the tensors, layer by layer; None where it can't reach the sources."""
+
+
+class Queued:
+    """Copies that a device has been asked for.
+
+    Args:
+        event: recorded behind them.
+        keep: what must live until their end.
+
+    Attributes:
+        event: as above.
+    """
+
+    def __init__(self, event: Any, keep: object) -> None:
+        self.event = event
+        self._keep = keep
+
+    def finish(self) -> None:
+        """Wait on the host for their end; may be called again."""
+        self.event.synchronize()
+        self._keep = None
 
 
 class LayersLoading:

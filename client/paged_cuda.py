@@ -1,85 +1,42 @@
-"""Copies between KV tensors on a GPU and a node's memory that is registered with CUDA: no CPU copy.
+"""Copies between KV tensors on a GPU and a node's memory: no CPU copy.
 
-Whole blocks cross the bus by the device's copy engines, between the node's memory and two staging
-buffers on the device; a kernel moves them between these and the paged tensors meanwhile. That
-leaves the device to the model beside it. A load that the model waits for, layer by layer, is done
-by the kernel alone, which reads over the bus: any range of layers is as fast as all of them. On an
-H200 that is nearly as fast, but slows down a model beside it by 18 %.
+In a node's DRAM, which is registered with CUDA, whole blocks cross the bus by the device's copy
+engines, between the node's memory and two staging buffers on the device; a kernel moves them
+between these and the paged tensors meanwhile. That leaves the device to the model beside it. A load
+that the model waits for, layer by layer, is done by the kernel alone, which reads over the bus: any
+range of layers is as fast as all of them. On an H200 that is nearly as fast, but slows down a model
+beside it by 18 %.
+
+Blocks that lie on a GPU are read from there by the same kernel, on all of the device at once.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from client.paged_copies import ByteArray, Copies, LayersLoading
-from client.paged_kernels import Launch
+from client.paged_by_layer import EngineLayers, KernelLayers
+from client.paged_copies import ByteArray, Copies, LayersLoading, Queued
+from client.paged_device import (
+    Kernels,
+    Stage,
+    addresses_of,
+    alignment_of,
+    common,
+    follow,
+    neighbours,
+    rows_of,
+)
 from client.paged_layers import Group, Span
-from client.paged_runs import WORDS, batches, runs_of
 from client.pinning import Addresses, PinnedSegments
+from rdma.gpu_segments import GpuView
 
-BUS_PROGRAMS: Final = 16
-"""Programs of a kernel that reads over the bus: enough to fill it, few enough to leave the device
-to the model."""
-
-_MOST_SHAPES: Final = 256
-"""Ranges of layers whose tables are kept on the device."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """Some blocks to copy: the addresses of their buffers and their numbers, on the device."""
-
-    buffers: Any
-    blocks: Any
-    count: int
-
-
-class _Stage:
-    """The staging buffers on the device and the streams of one direction.
-
-    Attributes:
-        lock: to be held while it is used.
-        copies: stream of the copies over the bus.
-        kernels: stream of the kernels.
-    """
-
-    def __init__(self, torch: Any, device: Any, nbytes: int) -> None:
-        self.lock = threading.Lock()
-        self.copies, self.kernels = (torch.cuda.Stream(device) for _ in range(2))
-        self._torch = torch
-        self._device = device
-        self._nbytes = nbytes
-        self._buffers: list[Any] = []
-        self._free: list[Any] = []
-        self._turn = 0
-
-    def fits(self, length: int) -> int:
-        """How many blocks of a length a buffer holds."""
-        return max(self._nbytes // length, 1)
-
-    def next(self) -> tuple[Any, Any]:
-        """The buffer whose turn it is, and the event after which it is free."""
-        if not self._buffers:
-            torch, device = self._torch, self._device
-            self._buffers = [
-                torch.empty(self._nbytes, dtype=torch.uint8, device=device) for _ in range(2)
-            ]
-            # Their memory may have been used on the current stream.
-            self._free = [torch.cuda.current_stream(device).record_event() for _ in range(2)]
-        self._turn ^= 1
-        return self._buffers[self._turn], self._free[self._turn]
-
-    def used(self, event: Any) -> Callable[[], object]:
-        """Take note of when the buffer will be free again; what waits for that."""
-        self._free[self._turn] = event
-        wait: Callable[[], object] = event.synchronize
-        return wait
+logger = logging.getLogger("kvstore.client.paged")
 
 
 class CudaCopies:
@@ -92,6 +49,10 @@ class CudaCopies:
         pinned: what memory the device reaches.
         otherwise: copies what it does not reach.
         stage_bytes: size of each of two staging buffers on the device, at least one block.
+
+    Attributes:
+        by_engine: whether a load layer by layer is left to the copy engine, where the blocks lie in
+            few pieces. Which way is better has not been measured yet.
     """
 
     def __init__(
@@ -103,16 +64,25 @@ class CudaCopies:
         otherwise: Copies,
         stage_bytes: int,
     ) -> None:
+        self.by_engine = False
         self._torch = torch
         self._tensors = tuple(tensors)
-        self._groups = groups
         self._pinned = pinned
         self._otherwise = otherwise
         self._device = tensors[0].device
-        self._launches: dict[tuple[tuple[Span, ...], int], list[Launch]] = {}
-        self._layers = threading.Lock()
-        self._reading = torch.cuda.Stream(self._device)
-        self._loads, self._saves = (_Stage(torch, self._device, stage_bytes) for _ in range(2))
+        self._kernels = Kernels(torch, self._device, groups)
+        self._layers = KernelLayers(self._kernels)
+        self._engine_layers: EngineLayers | None = None
+        self._stage_bytes = stage_bytes
+        self._near = torch.cuda.Stream(self._device)
+        self._near_lock = threading.Lock()
+        self._loads, self._saves = (Stage(torch, self._device, stage_bytes) for _ in range(2))
+
+    @property
+    def gpu(self) -> int:
+        """Number of the device in this process."""
+        number: int = self._device.index
+        return number
 
     def mark(self) -> object | None:
         """An event on the current stream of the calling thread."""
@@ -147,7 +117,7 @@ class CudaCopies:
 
     def _staged(
         self,
-        stage: _Stage,
+        stage: Stage,
         block_ids: Sequence[int],
         buffers: Sequence[ByteArray],
         covered: Sequence[Span],
@@ -158,10 +128,10 @@ class CudaCopies:
             return 0
         step, first = stage.fits(buffers[0].nbytes), 0
         with ExitStack() as held, self._torch.cuda.device(self._device), stage.lock:
-            self._follow(stage.kernels, after)
+            follow(stage.kernels, after)
             while first < len(buffers):
                 some, ids = buffers[first : first + step], block_ids[first : first + step]
-                addresses = _addresses(some)
+                addresses = addresses_of(some)
                 if not held.enter_context(self._pinned.using(addresses, some[0].nbytes)):
                     break
                 # Waited for before the memory is let go of, also after an error.
@@ -171,7 +141,7 @@ class CudaCopies:
 
     def _queue(
         self,
-        stage: _Stage,
+        stage: Stage,
         addresses: Addresses,
         length: int,
         block_ids: Sequence[int],
@@ -182,17 +152,17 @@ class CudaCopies:
         A kernel uses a buffer when its copies are done, and the other way about.
         """
         near, free = stage.next()
-        rows = near.data_ptr() + np.arange(len(addresses), dtype=np.int64) * length
-        part = self._part(rows, block_ids, stage.kernels)
+        rows = rows_of(near, len(addresses), length)
+        part = self._kernels.part(rows, block_ids, stage.kernels)
         loading = stage is self._loads
         first, then = (stage.copies, stage.kernels) if loading else (stage.kernels, stage.copies)
         first.wait_event(free)
         if loading:
             self._cross(near, addresses, length, first, to_device=True)
             then.wait_event(first.record_event())
-            self._move(part, covered, _common(length), then, to_tensors=True)
+            self._kernels.move(part, covered, common(length), then, to_tensors=True)
         else:
-            self._move(part, covered, _common(length), first, to_tensors=False)
+            self._kernels.move(part, covered, common(length), first, to_tensors=False)
             then.wait_event(first.record_event())
             self._cross(near, addresses, length, then, to_device=False)
         return stage.used(then.record_event())
@@ -202,7 +172,7 @@ class CudaCopies:
     ) -> None:
         """Queue copies over the bus, in as few pieces as the buffers lie in."""
         with self._torch.cuda.stream(stream):
-            for first, last in self._neighbours(addresses, length):
+            for first, last in neighbours(addresses, length, self._pinned):
                 size = (last - first) * length
                 host = self._torch.from_numpy(np.asarray(_Memory(int(addresses[first]), size)))
                 device = near[first * length : last * length]
@@ -211,19 +181,35 @@ class CudaCopies:
                 else:
                     host.copy_(device, non_blocking=True)
 
-    def _neighbours(self, addresses: Addresses, length: int) -> Iterator[tuple[int, int]]:
-        """Buffers that follow one another in one segment, as first and one after the last."""
-        first = 0
-        ends = np.flatnonzero(np.diff(addresses) != length) + 1
-        for last in [*ends.tolist(), len(addresses)]:
-            while first < last:
-                # Memory of two segments is not copied at once, even if they lie side by side.
-                inner = range(first + 1, last)
-                cut = next((at for at in inner if self._pinned.begins(int(addresses[at]))), last)
-                yield first, cut
-                first = cut
+    # --- what is queued and not waited for -------------------------------------------------------
 
-    # --- layer by layer --------------------------------------------------------------------------
+    def scatter_near(
+        self,
+        sources: Sequence[GpuView],
+        block_ids: Sequence[int],
+        covered: Sequence[Span],
+        after: object | None,
+    ) -> Queued:
+        """Queue copies of blocks that lie on a GPU into the tensors.
+
+        Args:
+            sources: the blocks, or the layers covered of each.
+            block_ids: where they go.
+            covered: the spans of the layers.
+            after: what to wait for before.
+
+        Returns:
+            What has to be waited for before the blocks are let go of.
+        """
+        addresses = np.array([source.address for source in sources], np.int64)
+        with ExitStack() as failed, self._torch.cuda.device(self._device), self._near_lock:
+            failed.callback(self._near.synchronize)
+            part = self._kernels.part(addresses, block_ids, self._near)
+            follow(self._near, after)
+            self._kernels.move(part, covered, alignment_of(addresses), self._near, to_tensors=True)
+            event = self._near.record_event()
+            failed.pop_all()
+        return Queued(event, part)
 
     def scatter_layers(
         self,
@@ -231,6 +217,7 @@ class CudaCopies:
         block_ids: Sequence[int],
         covered: Sequence[Sequence[Span]],
         after: object | None,
+        near: Queued | None,
     ) -> LayersLoading | None:
         """Queue copies into the tensors, layer by layer; see ``PagedMemory.load_layers``.
 
@@ -239,83 +226,38 @@ class CudaCopies:
             block_ids: where they go.
             covered: the spans of each layer, offsets counted from the beginning of a block.
             after: what to wait for before the first.
+            near: what has been queued of the same load.
 
         Returns:
-            What the layers can be waited for with; None where the sources are not registered.
+            What the layers can be waited for with, ``near`` included; None where the sources are
+            not registered.
         """
-        addresses = _addresses(sources)
+        addresses = addresses_of(sources)
+        marks = (after, None if near is None else near.event)
         with ExitStack() as held:
             if not held.enter_context(self._pinned.using(addresses, sources[0].nbytes)):
                 return None
-            events, alignment = [], _alignment(addresses)
-            with self._layers, self._torch.cuda.device(self._device):
-                part = self._part(addresses, block_ids, self._reading)
-                self._follow(self._reading, after)
-                for spans in covered:
-                    self._move(part, spans, alignment, self._reading, to_tensors=True)
-                    events.append(self._reading.record_event())
-            return LayersLoading(events, part, held.pop_all().close)
+            queued = None
+            with self._torch.cuda.device(self._device):
+                if (engine := self._engine()) is not None:
+                    length = sources[0].nbytes
+                    queued = engine.queue(addresses, block_ids, length, covered, marks)
+                if queued is None:
+                    queued = self._layers.queue(addresses, block_ids, covered, marks)
+            events, keep = queued
+            return LayersLoading(events, (keep, near), held.pop_all().close)
 
-    # --- both ------------------------------------------------------------------------------------
-
-    def _move(
-        self,
-        part: _Part,
-        covered: Sequence[Span],
-        alignment: int,
-        stream: Any,
-        *,
-        to_tensors: bool,
-    ) -> None:
-        """Queue the kernel."""
-        programs = BUS_PROGRAMS if stream is self._reading else 0
-        with self._torch.cuda.stream(stream):
-            for launch in self._launches_of(covered, alignment):
-                launch(
-                    part.buffers,
-                    part.blocks,
-                    part.count,
-                    to_tensors=to_tensors,
-                    programs=programs,
-                )
-
-    @staticmethod
-    def _follow(stream: Any, after: object | None) -> None:
-        if after is not None:
-            stream.wait_event(after)
-
-    def _launches_of(self, covered: Sequence[Span], alignment: int) -> list[Launch]:
-        name = (tuple(covered), alignment)
-        made = self._launches.get(name)
-        if made is None:
-            if len(self._launches) >= _MOST_SHAPES:
-                self._launches.clear()
-            cut = batches(runs_of(self._groups, covered), alignment)
-            made = [Launch(self._torch, self._device, batch) for batch in cut]
-            # Their tables are used on other streams from now on.
-            self._torch.cuda.current_stream(self._device).synchronize()
-            self._launches[name] = made
-        return made
-
-    def _part(self, addresses: Addresses, block_ids: Sequence[int], stream: Any) -> _Part:
-        torch = self._torch
-        named = torch.empty((2, len(addresses)), dtype=torch.int64, pin_memory=True)
-        named.numpy()[:] = addresses, block_ids
-        with torch.cuda.stream(stream):
-            table = named.to(self._device, non_blocking=True)
-        return _Part(table[0], table[1], len(addresses))
-
-
-def _addresses(buffers: Sequence[ByteArray]) -> Addresses:
-    return np.array([buffer.__array_interface__["data"][0] for buffer in buffers], np.int64)
-
-
-def _common(value: int) -> int:
-    return next(word for word in WORDS if value % word == 0)
-
-
-def _alignment(addresses: Addresses) -> int:
-    return _common(int(np.bitwise_or.reduce(addresses))) if len(addresses) else 1
+    def _engine(self) -> EngineLayers | None:
+        """The way by the copy engine, where it is chosen and can be gone."""
+        if self.by_engine and self._engine_layers is None:
+            try:
+                made = EngineLayers(self._kernels, self._pinned, self._stage_bytes)
+            except ImportError as error:
+                logger.warning("layers are fetched by a kernel: %s", error)
+                self.by_engine = False
+            else:
+                self._engine_layers = made
+        return self._engine_layers if self.by_engine else None
 
 
 class _Memory:

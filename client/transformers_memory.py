@@ -65,6 +65,14 @@ class KVMemory:
         """Tokens in one block."""
         return self.paged.layout.block_tokens
 
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU that reads and writes it by itself, for ``kvstore.connect``.
+
+        ``None`` where none does.
+        """
+        return self.paged.gpu
+
     def namespace(self, model: str, **fields: Any) -> Namespace:
         """The namespace of its blocks.
 

@@ -13,23 +13,47 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from client.buffers import PutBlocks
 from client.paged import PagedMemory
-from client.prefix import BlockClient, PrefixMatch, Views, check_layout
+from client.paged_sources import SourceViews
+from client.prefix import PrefixMatch, check_layout
 from client.results import PutResult, tier_counts
 from client.transformers import CacheCounts, Generation, can_serve
 from client.transformers_memory import KVMemory
 from kvstore.errors import InvalidRequest, KVStoreError, MissingExtra, ParentAbsent
-from kvstore.identity import ROOT_PARENT, ExtraKey, prefix_hashes
+from kvstore.identity import ROOT_PARENT, ExtraKey, Namespace, prefix_hashes
 
 logger = logging.getLogger("kvstore.client.transformers")
+
+
+class PagedClient(Protocol):
+    """The calls of the blocking client that the cache makes."""
+
+    namespace: Namespace
+    deadline: float
+
+    def view(
+        self, hashes: Sequence[bytes], *, device: bool, deadline: float | None = None
+    ) -> AbstractContextManager[SourceViews]:
+        """Show blocks without copying them, on a GPU where they lie there."""
+
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: PutBlocks,
+        *,
+        parent: bytes = ROOT_PARENT,
+        deadline: float | None = None,
+    ) -> PutResult:
+        """Store blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +78,8 @@ class PagedPrefixCache:
     long prefix, where it was ``sdpa``.
 
     Args:
-        client: a blocking client whose namespace is that of ``memory``.
+        client: a blocking client whose namespace is that of ``memory``; made with ``memory.gpu``,
+            it takes blocks from the node's GPUs, too.
         model: the causal language model.
         memory: where its KV lies.
         extra_keys: what else shapes the KV, such as a LoRA adapter.
@@ -67,7 +92,7 @@ class PagedPrefixCache:
         MissingExtra: torch or transformers is not installed.
     """
 
-    client: BlockClient
+    client: PagedClient
     model: Any
     memory: KVMemory
     extra_keys: Sequence[ExtraKey] = ()
@@ -223,7 +248,11 @@ class PagedPrefixCache:
         rows, size = self.memory.rows_of(room.sequence), self.memory.block_tokens
         with ExitStack() as held:
             try:
-                views = held.enter_context(self.client.view(hashes, deadline=self.deadline))
+                views = held.enter_context(
+                    self.client.view(
+                        hashes, device=self.memory.gpu is not None, deadline=self.deadline
+                    )
+                )
             except KVStoreError as error:
                 self._note(error)
                 return self._cache_type(rows, room.sequence), PrefixMatch(0, {}, error.code)
@@ -331,7 +360,7 @@ def _tell(saving: Future[PutResult | None]) -> None:
         logger.error("blocks could not be saved: %r", error)
 
 
-def _closing(views: Views, close: Callable[[], object]) -> Callable[[], bool]:
+def _closing(views: SourceViews, close: Callable[[], object]) -> Callable[[], bool]:
     def closed() -> bool:
         sound = views.valid
         close()

@@ -21,7 +21,7 @@ IN_AN_ENGINE: Final = {
     f"client.vllm.{name}" for name in ("connector", "publishing", "routers", "statistics")
 }
 """What only vLLM itself imports."""
-ON_A_GPU: Final = {"client.paged_cuda", "client.paged_kernels"}
+ON_A_GPU: Final = {f"client.paged_{name}" for name in ("by_layer", "cuda", "device", "kernels")}
 """What needs Triton."""
 IN_TORCH: Final = {f"client.transformers_{name}" for name in ("attention", "sequence")}
 """What torch's tensors, or classes of Transformers, are the base of."""

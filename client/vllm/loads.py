@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from client.prefix import Views
+from client.paged_sources import Source, SourceViews
 from client.results import GetResult
 from client.vllm.counts import Counts
 from client.vllm.jobs import LoadJob
@@ -35,9 +35,13 @@ POLL_SHARE: Final = 1 / 16
 class Memory(Protocol):
     """The engine's KV memory, as a target."""
 
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU that takes blocks from where they lie on one; ``None`` if none does."""
+
     def scatter(
         self,
-        blocks: Sequence[memoryview],
+        blocks: Sequence[Source],
         block_ids: Sequence[int],
         *,
         after: object | None = None,
@@ -52,9 +56,9 @@ class ViewClient(Protocol):
         """Say which blocks are held, each by itself."""
 
     def view(
-        self, hashes: Sequence[bytes], *, deadline: float | None = None
-    ) -> AbstractContextManager[Views]:
-        """Show blocks without copying them."""
+        self, hashes: Sequence[bytes], *, device: bool, deadline: float | None = None
+    ) -> AbstractContextManager[SourceViews]:
+        """Show blocks without copying them, on a GPU where they lie there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +139,7 @@ class Loads:
         self._progress = progress
         self._lost = lost
         self._clock = clock
+        self._device = memory.gpu is not None
         self._piece = max(1, PIECE_BYTES // block_bytes)
         self._asked: queue.SimpleQueue[Running | str | None] = queue.SimpleQueue()
         self._waiting: list[Running] = []
@@ -233,7 +238,7 @@ class Loads:
         asked = len(hashes)
         if running.job.wait and not (hashes := hashes[: self._committed(hashes)]):
             return False
-        with self._client.view(hashes, deadline=self._deadline) as views:
+        with self._client.view(hashes, device=self._device, deadline=self._deadline) as views:
             if views.failure is not None:
                 self._lost()
             found = views.prefix

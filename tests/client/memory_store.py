@@ -46,6 +46,7 @@ class MemoryStore:
         self.valid = True
         self.forget_parents = False
         self.packed = 0
+        self.devices: list[bool] = []
 
     def match(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> Match:
         if self.failure:
@@ -55,8 +56,9 @@ class MemoryStore:
 
     @contextmanager
     def view(
-        self, hashes: Sequence[bytes], *, deadline: float | None = None
+        self, hashes: Sequence[bytes], *, device: bool = False, deadline: float | None = None
     ) -> Iterator[MemoryViews]:
+        self.devices.append(device)
         found = [self.blocks.get(value) if not self.failure else None for value in hashes]
         views = [memoryview(data) if data is not None else None for data in found]
         yield MemoryViews(views, self.valid, self.failure)

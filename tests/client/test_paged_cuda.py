@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from client.paged import PagedMemory
+from client.paged_sources import Source
+from rdma.gpu_segments import GpuView
 from rdma.segments import SEGMENT_SHIFT, SegmentMap
 from tests.client.test_paged import Engine, moves, storage_of, torch
 from tests.client.test_paged_gpu import KV, busy, on_gpu
@@ -65,6 +67,18 @@ def random_bytes(buffers: list[memoryview], seed: int) -> list[bytes]:
     return [bytes(buffer) for buffer in buffers]
 
 
+def on_a_gpu(buffers: list[memoryview], keep: list[Any]) -> list[Source]:
+    """Every second buffer as it lies in memory of the GPU, which ``keep`` keeps."""
+    shown: list[Source] = []
+    for number, buffer in enumerate(buffers):
+        if number % 2:
+            keep.append(torch.frombuffer(bytearray(buffer), dtype=torch.uint8).cuda())
+            shown.append(GpuView(keep[-1].data_ptr(), len(buffer)))
+        else:
+            shown.append(buffer)
+    return shown
+
+
 def bytes_of(tensors: dict[str, Any]) -> Any:
     """All bytes of the storage on the GPU, those between and behind the blocks included."""
     storage = next(iter(tensors.values())).untyped_storage()
@@ -77,16 +91,20 @@ def bytes_of(tensors: dict[str, Any]) -> Any:
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(moves(), st.integers(0, 1 << 20))
+@given(moves(), st.integers(0, 1 << 20), st.booleans(), st.booleans())
 def test_bytes_are_those_of_the_cpu(
     arena: SegmentMap,
     move: tuple[Engine, dict[str, Any], list[int], tuple[int, int]],
     seed: int,
+    near: bool,
+    by_engine: bool,
 ) -> None:
     engine, _, ids, layers = move
     here = engine.tensors()
     there = on_gpu(here)
     cpu, gpu = engine.memory(here), engine.memory(there, stage_bytes=150)
+    gpu._copies.by_engine = by_engine  # type: ignore[attr-defined]
+    keep: list[Any] = []
     size = gpu.layout.layer_range(*layers)[1]
     found = places(arena, size, len(ids), seed)
     expected = [memoryview(bytearray(size)) for _ in ids]
@@ -95,12 +113,14 @@ def test_bytes_are_those_of_the_cpu(
     assert list(map(bytes, found)) == list(map(bytes, expected))
     blocks = random_bytes(found, seed)
     cpu.scatter([memoryview(one) for one in blocks], ids, layers=layers)
-    gpu.scatter(found, ids, layers=layers, after=gpu.mark())
+    shown = on_a_gpu(found, keep) if near else list(found)
+    gpu.scatter(shown, ids, layers=layers, after=gpu.mark())
     assert torch.equal(bytes_of(there), storage_of(here))
     whole = places(arena, gpu.layout.block_bytes, len(ids), seed)
     blocks = random_bytes(whole, seed + 1)
     cpu.scatter([memoryview(one) for one in blocks], ids)
-    loading = gpu.load_layers(whole, ids, after=gpu.mark())
+    shown = on_a_gpu(whole, keep) if near else list(whole)
+    loading = gpu.load_layers(shown, ids, after=gpu.mark())
     for layer in range(engine.layers):
         loading.wait(layer)
     assert torch.equal(bytes_of(there), storage_of(here))
@@ -132,18 +152,29 @@ def test_nothing_goes_by_way_of_the_cpu(
     memory.load_layers(blocks, range(16)).finish()
 
 
+@pytest.mark.parametrize("by_engine", [False, True])
+@pytest.mark.parametrize("near", [False, True])
 def test_layers_are_waited_for_by_the_stream_and_not_by_the_host(
-    memory: PagedMemory, tensors: dict[str, Any], arena: SegmentMap
+    memory: PagedMemory,
+    tensors: dict[str, Any],
+    arena: SegmentMap,
+    near: bool,
+    by_engine: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(memory._copies, "by_engine", by_engine)
     layers = list(tensors.values())
     blocks = places(arena, memory.layout.block_bytes, 64)
-    memory.load_layers(blocks, range(64)).finish()
+    warm: list[Any] = []
+    memory.load_layers(on_a_gpu(blocks, warm) if near else list(blocks), range(64)).finish()
     for turn in range(3):
         sent = random_bytes(blocks, turn)
+        keep: list[Any] = []
+        shown = on_a_gpu(blocks, keep) if near else list(blocks)
         torch.cuda.synchronize()
         busy()
         mark = memory.mark()
-        loading = memory.load_layers(blocks, range(64), after=mark)
+        loading = memory.load_layers(shown, range(64), after=mark)
         assert not loading.done, "the load did not wait for its mark"
         copies = []
         for number, layer in enumerate(layers):
@@ -157,6 +188,23 @@ def test_layers_are_waited_for_by_the_stream_and_not_by_the_host(
             got = copy.view(torch.uint8).reshape(64, -1).cpu().numpy()
             for block, expected in zip(got, sent, strict=True):
                 assert block.tobytes() == expected[number * size : (number + 1) * size]
+
+
+def test_the_copy_engine_fetches_layers_without_a_kernel_on_the_bus(
+    memory: PagedMemory, arena: SegmentMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("read over the bus by a kernel")
+
+    copies: Any = memory._copies
+    monkeypatch.setattr(copies, "by_engine", True)
+    monkeypatch.setattr(copies._layers, "queue", fail)
+    blocks = places(arena, memory.layout.block_bytes, 32)
+    sent = random_bytes(blocks, 5)
+    memory.load_layers(blocks, range(32)).finish()
+    found = [memoryview(bytearray(memory.layout.block_bytes)) for _ in range(32)]
+    memory.gather(range(32), found)
+    assert list(map(bytes, found)) == sent
 
 
 def test_a_gather_waits_for_nothing_that_was_asked_after_its_mark(

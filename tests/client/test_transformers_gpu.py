@@ -45,7 +45,7 @@ class ArenaStore(MemoryStore):
 
     @contextmanager
     def view(
-        self, hashes: Sequence[bytes], *, deadline: float | None = None
+        self, hashes: Sequence[bytes], *, device: bool = False, deadline: float | None = None
     ) -> Iterator[MemoryViews]:
         size = self.namespace.block_bytes
         views = [

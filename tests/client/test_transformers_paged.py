@@ -98,6 +98,17 @@ def test_another_process_finds_the_same_blocks(plain: Any, cache: PagedPrefixCac
     assert torch.equal(got.output, plain.generate(ids, **OPTIONS))
 
 
+@pytest.mark.parametrize("gpu", [None, 0])
+def test_blocks_are_wanted_on_a_gpu_where_one_takes_them(
+    cache: PagedPrefixCache, gpu: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.memory.gpu is None
+    cache.generate(prompt(16), **OPTIONS)
+    monkeypatch.setattr(KVMemory, "gpu", gpu)
+    assert cache.generate(prompt(16), **OPTIONS).reused.tokens
+    assert store_of(cache).devices == [False, gpu is not None]
+
+
 def test_the_blocks_have_the_tokens_outermost(model: Any, cache: PagedPrefixCache) -> None:
     ids = prompt(9)
     state, _ = cache.restore(ids)

@@ -57,12 +57,14 @@ class Store:
         blocks: what it holds.
         puts: what to do at each put to come, before what it does by itself.
         asked: the hashes of each call.
+        devices: for each view, whether blocks were wanted where they lie on a GPU.
         looks: how often it was asked what is there.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
         self.asked: list[tuple[bytes, ...]] = []
+        self.devices: list[bool] = []
         self.puts: list[Callable[[], PutResult | None]] = []
         self.looks = 0
         self.missed = 0
@@ -84,9 +86,12 @@ class Store:
         return GetResult(bytes(2 if each in self.blocks else 0 for each in hashes))
 
     @contextmanager
-    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> Iterator[Any]:
+    def view(
+        self, hashes: Sequence[bytes], *, device: bool, deadline: float | None = None
+    ) -> Iterator[Any]:
         with self.called:
             self.asked.append(tuple(hashes))
+            self.devices.append(device)
             self.called.notify_all()
         if self.fails is not None:
             raise self.fails
@@ -131,6 +136,7 @@ class Memory:
         self.blocks: dict[int, bytes] = {}
         self.marks: list[object] = []
         self.fails = False
+        self.gpu: int | None = None
 
     def scatter(
         self, blocks: Sequence[memoryview], block_ids: Sequence[int], *, after: Any = None
@@ -162,8 +168,9 @@ class Clock:
 class Bench:
     """Both threads over one store and one memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None = None) -> None:
         self.store, self.memory, self.counts = Store(), Memory(), Counts()
+        self.memory.gpu = gpu
         self.progress, self.clock = Progress(), Clock()
         self.losses: list[None] = []
         common: Any = {
@@ -222,6 +229,19 @@ def test_a_load_fills_the_engines_blocks(bench: Bench) -> None:
     counted = bench.counts.take()
     assert (counted["loaded_blocks"], counted["loaded_bytes"]) == (3, 3 * SIZE)
     assert "failed_load_blocks" not in counted
+
+
+@pytest.mark.parametrize("gpu", [None, 0])
+def test_blocks_are_wanted_on_a_gpu_where_one_takes_them(gpu: int | None) -> None:
+    bench = Bench(gpu)
+    bench.store.has(1, 2)
+    bench.loads.open()
+    try:
+        bench.loads.submit(LoadJob("r", names(1, 2), (7, 5)))
+        assert bench.until_loaded().failed_blocks == set()
+    finally:
+        bench.loads.close()
+    assert bench.store.devices == [gpu is not None]
 
 
 def test_what_is_missing_fails_and_all_behind_it(bench: Bench) -> None:

@@ -1,0 +1,95 @@
+"""The blocks that are copied into KV tensors, by where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from client.buffers import flat_bytes
+from client.paged_copies import Arrays
+from kvstore.errors import NamespaceMismatch
+from rdma.gpu_segments import GpuView
+
+Source: TypeAlias = "memoryview | GpuView"
+"""A block in memory of the host, or where it lies on a GPU."""
+
+
+class SourceViews(Protocol):
+    """Blocks as a client shows them, some of them perhaps on a GPU."""
+
+    codes: bytes
+    failure: str | None
+
+    @property
+    def prefix(self) -> int:
+        """Number of blocks found before the first miss."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether what was read through the views so far is what the node stored."""
+
+    def __getitem__(self, index: slice, /) -> Sequence[Source | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Blocks, each with the id that the engine gives it.
+
+    Attributes:
+        arrays: those in memory of the host.
+        ids: theirs.
+        near: those on a GPU.
+        near_ids: theirs.
+    """
+
+    arrays: Arrays
+    ids: Sequence[int]
+    near: Sequence[GpuView]
+    near_ids: Sequence[int]
+
+
+def parted(blocks: Sequence[Source], block_ids: Sequence[int], length: int) -> Sources:
+    """Tell blocks on the host from those on a GPU.
+
+    Args:
+        blocks: all of them.
+        block_ids: as many ids.
+        length: bytes that each is to have.
+
+    Raises:
+        NamespaceMismatch: a block has another size.
+    """
+    host: list[memoryview] = []
+    near: list[GpuView] = []
+    ids: list[int] = []
+    near_ids: list[int] = []
+    for block, number in zip(blocks, block_ids, strict=True):
+        if isinstance(block, GpuView):
+            near.append(block)
+            near_ids.append(number)
+        else:
+            host.append(flat_bytes(block))
+            ids.append(number)
+    _check_lengths(near, length)
+    return Sources(arrays_of(host, length), ids, near, near_ids)
+
+
+def arrays_of(buffers: Sequence[memoryview], length: int) -> Arrays:
+    """Buffers of the host as arrays.
+
+    Args:
+        buffers: flat bytes.
+        length: bytes that each is to have.
+
+    Raises:
+        NamespaceMismatch: a buffer has another size.
+    """
+    _check_lengths(buffers, length)
+    return Arrays(buffers)
+
+
+def _check_lengths(buffers: Sequence[Source], length: int) -> None:
+    for buffer in buffers:
+        if len(buffer) != length:
+            raise NamespaceMismatch(f"a buffer has {len(buffer)} bytes, {length} are needed")

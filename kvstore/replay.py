@@ -11,9 +11,7 @@ tier that ``match`` names.
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ import numpy.typing as npt
 
 from kvstore.errors import ParentAbsent, Unavailable
 from kvstore.identity import ROOT_PARENT
+from kvstore.latencies import Latencies
 from kvstore.trace import BlockNames, Request
 
 if TYPE_CHECKING:
@@ -67,35 +66,6 @@ def _scatter(block: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
     return word ^ (word >> 31)
-
-
-class Latencies:
-    """Durations of one kind of call, in seconds."""
-
-    def __init__(self) -> None:
-        self._seconds = array("d")
-
-    def add(self, seconds: float) -> None:
-        """Count one call."""
-        self._seconds.append(seconds)
-
-    def __len__(self) -> int:
-        return len(self._seconds)
-
-    @property
-    def total(self) -> float:
-        """Seconds of all calls together."""
-        return math.fsum(self._seconds)
-
-    def percentile(self, share: float) -> float:
-        """The least duration that at least ``share`` (0 to 1) of the calls did not exceed.
-
-        0 where there were no calls.
-        """
-        if not self._seconds:
-            return 0.0
-        rank = max(math.ceil(share * len(self._seconds)), 1)
-        return sorted(self._seconds)[rank - 1]
 
 
 @dataclass(slots=True)

@@ -33,9 +33,16 @@ _GROUPS: Final = (
     "draining",
     "events",
     "diagnosis",
+    "bench",
     "replay",
     "simulate",
 )
+
+_TOLD: Final = {
+    "bench": ("URL and control address", "--url and --control"),
+    "replay": ("URL", "--url or KVSTORE_URL"),
+}
+"""What names the node, and the options for it, where that isn't the control address alone."""
 
 app = typer.Typer(
     name="kvstore",
@@ -134,9 +141,7 @@ def _complain(error: KVStoreError, arguments: Sequence[str]) -> None:
         return
     typer.echo(f"kvstore: {error}", err=True)
     if _status(error) == NOT_THERE:
-        told = "URL", "--url or KVSTORE_URL"
-        if arguments[0] != "replay":
-            told = "control address", "--control or KVSTORE_CONTROL"
+        told = _TOLD.get(arguments[0], ("control address", "--control or KVSTORE_CONTROL"))
         typer.echo(
             f"Start a daemon with `kvstore serve`, or name the {told[0]} of a running one "
             f"with {told[1]}.\n`kvstore doctor` checks this machine.",

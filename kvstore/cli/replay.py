@@ -1,15 +1,14 @@
 """``replay``: the requests of a trace, with bytes, against running daemons."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstore.cli.options import AsJson, ConfigFile, offered
 from kvstore.cli.output import console, print_json, share, table
+from kvstore.cli.sessions import Deadline, Tenant, Transport, destinations
 from kvstore.cli.traces import (
     BlockSize,
     BlockTokens,
@@ -45,10 +44,7 @@ Routing = Annotated[
 Seed = Annotated[
     int, typer.Option("--seed", help="Of random nodes: the same as of `simulate --nodes`.")
 ]
-Transport = Annotated[str, typer.Option("--transport", help="auto, shm or tcp.")]
-Deadline = Annotated[float, typer.Option("--deadline", min=0.001, help="Seconds a call may take.")]
 BatchSize = Annotated[str, typer.Option("--batch", help="Most bytes in one get or put.")]
-Tenant = Annotated[str, typer.Option("--tenant", help="Whose blocks these are.")]
 Salt = Annotated[
     str,
     typer.Option("--salt", help="A namespace of its own, so that nothing held before is hit."),
@@ -92,7 +88,7 @@ def replay(
     namespace = Namespace(
         "replay", "uint8", "replay", block_tokens, block_bytes, tenant=tenant, salt=salt
     )
-    urls, token = _destinations(url, config)
+    urls, token = destinations(url, config)
     order = homes(routing, len(urls), seed)
     options: dict[str, Any] = {"transport": transport, "deadline": deadline, "token": token}
     with ExitStack() as stack:
@@ -113,19 +109,6 @@ def replay(
         _print(where, run.report.summary())
     if run.report.wrong:
         raise typer.Exit(1)
-
-
-def _destinations(urls: Sequence[str] | None, config: Path | None) -> tuple[list[str], str | None]:
-    """Where the nodes are, and the token that their sessions present."""
-    from kvstore.errors import ConfigError
-    from kvstore.sources import load
-
-    effective = load(config).config
-    if urls:
-        return list(urls), effective.session_token
-    if effective.listen.unix is None:
-        raise ConfigError("listen.unix: the node has no Unix socket; name its TCP URL with --url")
-    return [f"unix://{effective.listen.unix}"], effective.session_token
 
 
 def _run(run: "Replay", source: "Trace", first: int | None) -> None:

@@ -23,20 +23,23 @@ FirstRequests = Annotated[
 ]
 
 
-def parse_block_size(text: str, option: str = "--block-size") -> int:
+def parse_block_size(
+    text: str, option: str = "--block-size", at_most: int = MAX_BLOCK_BYTES
+) -> int:
     """Bytes of a block, or of a batch of them, as `option` gives them.
 
     Raises:
-        typer.BadParameter: it is no size, or not between 1 byte and 1 GiB.
+        typer.BadParameter: it is no size, or not between 1 byte and `at_most`, usually 1 GiB.
     """
-    from kvstore.units import parse_size
+    from kvstore.units import format_size, parse_size
 
     try:
         size = parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
-    if not 1 <= size <= MAX_BLOCK_BYTES:
-        raise typer.BadParameter("must be between 1 byte and 1 GiB", param_hint=option)
+    if not 1 <= size <= at_most:
+        allowed = f"must be between 1 byte and {format_size(at_most)}"
+        raise typer.BadParameter(allowed, param_hint=option)
     return size
 
 

@@ -25,7 +25,8 @@ from client.results import (
 from kvstore.errors import ConfigError, ParentAbsent, Unavailable
 from kvstore.homes import ROUTINGS, homes
 from kvstore.identity import ROOT_PARENT
-from kvstore.replay import PATIENCE, BlockBytes, Latencies, Replay
+from kvstore.latencies import Latencies
+from kvstore.replay import PATIENCE, BlockBytes, Replay
 from kvstore.simulate import Configuration
 from kvstore.simulate_pool import PoolConfiguration, Router
 from kvstore.simulated_directory import Locations

@@ -15,6 +15,8 @@ from benchmarks.peers.contender import Contender, PeerFailed, Scene
 from benchmarks.peers.player import Player, players
 from benchmarks.peers.row import Entry, Row, Turn
 
+TRACE = Path(__file__).parents[3] / "shared/traces/conversation.jsonl"
+"""Beside the checkout."""
 LACKING = 0.01
 """Share of blocks that may be refused or missing in a turn whose figures count."""
 
@@ -30,6 +32,7 @@ class Options:
         rounds: turns of each contender that count.
         scale: factor on the length of turns and on amounts; below 1 for a quick look.
         say: tells of progress.
+        trace: requests of a real service, for the rows that replay them.
     """
 
     contenders: Sequence[Contender]
@@ -38,6 +41,7 @@ class Options:
     rounds: int = 5
     scale: float = 1.0
     say: Callable[[str], None] = lambda _: None
+    trace: Path = TRACE
 
     def scaled(self, usual: float) -> float:
         """An amount, or seconds, of a turn where the full run has ``usual``."""
@@ -73,6 +77,12 @@ def all_open(playing: Sequence[Player], block_bytes: int) -> Iterator[None]:
         for each in playing:
             stack.enter_context(each.opened(block_bytes))
         yield
+
+
+def able(playing: Sequence[Player], work: str) -> list[Player]:
+    """Who can do a work: no limit of the machine, and no store that lacks it."""
+    stores = [each for each in playing if each.contender.kind != "limit"]
+    return [each for each in stores if work not in each.contender.lacks]
 
 
 def take_turns(

@@ -9,6 +9,8 @@ from pathlib import Path
 import kvstore
 from benchmarks.node import namespace
 from benchmarks.peers import adapter
+from kvstore.errors import ParentAbsent
+from kvstore.identity import ROOT_PARENT
 
 DEADLINE = 30.0
 
@@ -37,7 +39,16 @@ class Adapter(adapter.Adapter):
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """A put that finds a block held counts it as stored."""
-        result = self._client.put(keys, blocks)
+        return self.put_after((), keys, blocks)
+
+    def put_after(
+        self, before: Sequence[bytes], keys: Sequence[bytes], blocks: Sequence[memoryview]
+    ) -> int:
+        """Where the block before has gone meanwhile, nothing is stored."""
+        try:
+            result = self._client.put(keys, blocks, parent=before[-1] if before else ROOT_PARENT)
+        except ParentAbsent:
+            return 0
         return result.stored + result.held
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:

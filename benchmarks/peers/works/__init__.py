@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.peers.subject import Outcome, Subject
-from benchmarks.peers.works import moves
+from benchmarks.peers.works import crowd, first, keys, moves, replay, traffic, working_set
 
 Work = Callable[[Subject, Mapping[str, Any]], Outcome]
 """One turn on an open store, with the parameters of the row."""
@@ -18,4 +18,13 @@ WORKS: Mapping[str, Work] = {
     "get": moves.get,
     "view": moves.view,
     "exists": moves.exists,
+    "settle": crowd.settle,
+    "mingle": crowd.mingle,
+    "traffic_fill": traffic.fill,
+    "traffic": traffic.requests,
+    "store_set": working_set.store,
+    "fetch_set": working_set.fetch,
+    "replay": replay.replay,
+    "first": first.first,
+    "keys": keys.keys,
 }

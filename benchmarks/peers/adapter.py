@@ -64,7 +64,7 @@ class Adapter(ABC):
         Registered or from the store's own pool, where that makes it faster. It lives until
         ``close``.
         """
-        return [memoryview(np.ones(size, np.uint8)).cast("B") for _ in range(count)]
+        return [np.ones(size, np.uint8).data.cast("B") for _ in range(count)]
 
     def view(
         self, keys: Sequence[bytes], size: int

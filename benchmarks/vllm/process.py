@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,8 @@ def end_group(process: subprocess.Popen[Any]) -> None:
             continue
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with suppress(BrokenPipeError):  # what a process that died didn't take
+                pipe.close()
 
 
 def last_error(log: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.peers.payload import POSITIONS, named_chain, new_chain
 from benchmarks.peers.subject import Outcome, Subject
+from benchmarks.peers.works.checks import wrong
 
 AT_LEAST = 5
 """Calls that a turn makes, however long they take."""
@@ -62,17 +63,12 @@ def get(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
 
     for keys in _kept(subject, count, outcome, float(parameters["seconds"])):
         subject.payload.wipe(into)
-        _time(outcome, once, keys, subject.size)
-        outcome.wrong += sum(
-            not subject.payload.stamped(key, block) for key, block in zip(keys, into, strict=True)
-        )
+        came = _time(outcome, once, keys, subject.size)
+        outcome.wrong += wrong(subject.payload, keys, into, came, whole=False)
     keys = _kept_chain(subject, count)
     for block in into:
         block[:] = bytes(len(block))
-    once(keys)
-    outcome.wrong += sum(
-        not subject.payload.equal(key, block) for key, block in zip(keys, into, strict=True)
-    )
+    outcome.wrong += wrong(subject.payload, keys, into, once(keys))
     return outcome
 
 
@@ -119,13 +115,14 @@ def _put(
 
 def _time(
     outcome: Outcome, once: Callable[[Sequence[bytes]], int], keys: Sequence[bytes], size: int
-) -> None:
+) -> int:
     began = _clock()
     found = once(keys)
     outcome.samples.append(_clock() - began)
     outcome.bytes += found * size
     outcome.items += len(keys)
     outcome.lacking += len(keys) - found
+    return found
 
 
 def _turn(outcome: Outcome, seconds: float) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from rdma.errors import BadPlace, SegmentError
 from rdma.transport import OFFSET_MASK, SEGMENT_SHIFT
 
-__all__ = ["HANDLE_BYTES", "CudaMapper", "GpuSegmentMap", "GpuView", "Mapper"]
+__all__ = ["HANDLE_BYTES", "CudaMapper", "GpuSegmentMap", "GpuView", "Mapper", "checked"]
 
 HANDLE_BYTES: Final = 64
 """Length of a handle."""
@@ -119,11 +119,20 @@ class CudaMapper:
             self._driver.cuCtxPopCurrent()
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
-        status, *rest = answer
-        if int(status):
-            _, text = self._driver.cuGetErrorString(status)
-            raise OSError(text.decode() if text else f"CUDA error {int(status)}")
-        return rest[0] if len(rest) == 1 else rest
+        return checked(self._driver, answer)
+
+
+def checked(driver: Any, answer: tuple[Any, ...]) -> Any:
+    """What a call of CUDA's driver answered.
+
+    Raises:
+        OSError: an error.
+    """
+    status, *rest = answer
+    if int(status):
+        _, text = driver.cuGetErrorString(status)
+        raise OSError(text.decode() if text else f"CUDA error {int(status)}")
+    return rest[0] if len(rest) == 1 else rest
 
 
 class GpuSegmentMap:

@@ -14,6 +14,8 @@ from typing import ClassVar, Final
 
 from rdma.copy import Copier
 from rdma.errors import BadPlace, SegmentError
+from rdma.gpu_mappings import GpuMappings
+from rdma.gpu_reach import ComputeGpu
 from rdma.segments import SegmentMap
 from rdma.transport import (
     SEGMENT_SHIFT,
@@ -35,6 +37,8 @@ MAX_FDS: Final = 253
 """Most file descriptors that the kernel passes in one message."""
 
 _ANCILLARY: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+_MAX_GPUS: Final = 64
+_GPU_NAME_BYTES: Final = 16
 
 
 def close_fds(fds: Sequence[int]) -> None:
@@ -72,9 +76,21 @@ def receive_with_fds(sock: socket.socket, buffer: memoryview) -> tuple[int, list
 
 
 class ShmNodeTransport(NodeTransport):
-    """The node's half: it only says where blocks lie."""
+    """The node's half: it only says where blocks lie.
+
+    Attributes:
+        gpus: names of the node's GPUs, in the order of their numbers, where the client is to be
+            shown blocks on them.
+    """
 
     name: ClassVar[str] = "shm"
+
+    def __init__(self) -> None:
+        self.gpus: list[bytes] = []
+
+    def welcome(self) -> dict[str, object]:
+        """Name the GPUs; see :meth:`NodeTransport.welcome`."""
+        return {"gpus": self.gpus} if self.gpus else {}
 
     async def push(
         self,
@@ -114,16 +130,34 @@ class ShmNodeTransport(NodeTransport):
 class ShmClientTransport(ClientTransport):
     """The client's half: it maps the node's segments.
 
+    Args:
+        gpu: that the client computes on, if it does and is to read blocks that lie on GPUs.
+
     Attributes:
         segments: the segments mapped so far.
+        gpus: likewise of the segments on GPUs; None where the client reaches none of the node's.
     """
 
     name: ClassVar[str] = "shm"
     shares_memory: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: ComputeGpu | None = None) -> None:
         self.segments = SegmentMap()
+        self.gpus: GpuMappings | None = None
+        self._gpu = gpu
         self._copier = Copier()
+
+    def offer(self) -> dict[str, object]:
+        """Name the GPU; see :meth:`ClientTransport.offer`."""
+        if self._gpu is None:
+            return {}
+        return {"gpu": self._gpu.uuid(), "gpus": list(self._gpu.reaches())}
+
+    def accept(self, details: dict[str, object]) -> None:
+        """Take the names of the node's GPUs; see :meth:`ClientTransport.accept`."""
+        names = _names(details.get("gpus", []))
+        if self._gpu is not None and not set(names).isdisjoint(self._gpu.reaches()):
+            self.gpus = GpuMappings(self._gpu, names)
 
     def missing(self, locations: Sequence[int] | None) -> list[int]:
         """Return the segments among ``locations`` that are not mapped yet."""
@@ -167,9 +201,19 @@ class ShmClientTransport(ClientTransport):
         return ()
 
     def close(self) -> None:
-        """Unmap all segments, and end what copied."""
+        """Unmap all segments, and end what copied. On GPUs, what is in use stays until it isn't."""
         self._copier.close()
         self.segments.close()
+        if self.gpus is not None:
+            self.gpus.close()
+
+
+def _names(names: object) -> list[bytes]:
+    if type(names) is not list or len(names) > _MAX_GPUS:
+        raise SegmentError("the node's GPUs have no names")
+    if not all(type(name) is bytes and len(name) == _GPU_NAME_BYTES for name in names):
+        raise SegmentError(f"a GPU is named by {_GPU_NAME_BYTES} bytes")
+    return names
 
 
 def _given(locations: Sequence[int] | None) -> Sequence[int]:

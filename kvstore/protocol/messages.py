@@ -2,8 +2,8 @@
 
 A request header is ``[request id, operation, deadline in ms, *arguments]``. Its answer is
 ``[request id, 0, *values]``, or ``[request id, 1, code, message, retry]`` for an error. Request
-id 0 is never answered: a request carries it only where it is one-way (``RELEASE``), an answer
-only where it speaks of the whole connection (an error, after which the sender closes).
+id 0 is never answered: a request carries it only where it is one-way (``RELEASE``, ``UNMAPPED``),
+an answer only where it speaks of the whole connection (an error, after which the sender closes).
 
 Hashes travel as one blob of 32 bytes each. Tiers travel as one byte per block: 0 absent, 1 hbm,
 2 dram, 3 ssd, 4 remote (another node holds it). Locations, destinations and sources are sequences
@@ -49,6 +49,12 @@ from kvstore.protocol.answers import (
     WriteAnswer,
 )
 from kvstore.protocol.fields import HASH_BYTES, MAX_COPIES, MAX_HASHES, join_hashes, split_hashes
+from kvstore.protocol.gpu_messages import (
+    DeviceSegments,
+    DeviceSegmentsAnswer,
+    GpuOffer,
+    Unmapped,
+)
 from kvstore.protocol.requests import (
     Abort,
     Exists,
@@ -87,12 +93,15 @@ __all__ = [
     "AbortAnswer",
     "Answer",
     "AnyRequest",
+    "DeviceSegments",
+    "DeviceSegmentsAnswer",
     "Exists",
     "ExistsAnswer",
     "Follow",
     "FollowAnswer",
     "Get",
     "GetAnswer",
+    "GpuOffer",
     "Hello",
     "Incoming",
     "Match",
@@ -107,6 +116,7 @@ __all__ = [
     "SegmentsAnswer",
     "Take",
     "TakeAnswer",
+    "Unmapped",
     "Welcome",
     "Write",
     "WriteAnswer",
@@ -120,6 +130,7 @@ __all__ = [
     "release_header",
     "request_header",
     "split_hashes",
+    "unmapped_header",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -142,6 +153,8 @@ AnyRequest: TypeAlias = (
     | Ping
     | Follow
     | Take
+    | DeviceSegments
+    | Unmapped
 )
 A = TypeVar("A", bound=Answer)
 
@@ -160,8 +173,12 @@ _PARSERS: Final[dict[int, Callable[[Sequence[object]], AnyRequest]]] = {
         Ping,
         Follow,
         Take,
+        DeviceSegments,
+        Unmapped,
     )
 }
+
+_ONE_WAY: Final = frozenset((Release.op, Unmapped.op))
 
 
 @dataclass(slots=True)
@@ -196,6 +213,11 @@ def request_header(request_id: int, deadline_ms: int, request: Request[Answer]) 
 def release_header(leases: list[int]) -> list[object]:
     """Return the header of the one-way request that gives ``leases`` back."""
     return [0, Release.op, 0, leases]
+
+
+def unmapped_header(numbers: list[int]) -> list[object]:
+    """Return the header of the one-way request that says which segments are not mapped any more."""
+    return [0, Unmapped.op, 0, numbers]
 
 
 def answer_header(request_id: int, answer: Answer) -> list[object]:
@@ -248,8 +270,8 @@ def parse_request(header: Sequence[object], payload_length: int = 0) -> Incoming
     deadline_ms = fields.integer(header[2], 0, MAX_DEADLINE_MS, "deadline")
     request = parse(header[3:])
     request_id = header[0]
-    if (request_id == 0) is not (op == Release.op):
-        fields.wrong("request id 0 is for RELEASE and RELEASE alone")
+    if (request_id == 0) is not (op in _ONE_WAY):
+        fields.wrong("request id 0 is for RELEASE and UNMAPPED, and for these alone")
     if payload_length:
         _check_payload(request, payload_length)
     return Incoming(request_id, deadline_ms, request)  # type: ignore[arg-type]

@@ -213,6 +213,8 @@ class Get:
         destinations: where the payload is to land, in the transport's own words, or ``None``.
         checksums: whether the answer is to name the crc32c of each block, which must be wanted
             whole. Nodes ask each other so, and nothing is brought from a third one for it.
+        device: whether a block that lies on a GPU within the client's reach may be answered there,
+            under the tier code of HBM. It travels only where it is true.
     """
 
     op: ClassVar[int] = 4
@@ -223,10 +225,11 @@ class Get:
     wait: bool = False
     destinations: Sequence[int] | None = None
     checksums: bool = False
+    device: bool = False
 
     def arguments(self) -> list[object]:
         """Return what stands in the header after the deadline."""
-        return [
+        always: list[object] = [
             fields.join_hashes(self.hashes),
             self.offset,
             self.length,
@@ -234,10 +237,15 @@ class Get:
             fields.pack_locations(self.destinations),
             self.checksums,
         ]
+        return [*always, True] if self.device else always
 
     @classmethod
     def parse(cls, values: Sequence[object]) -> Get:
         """Check ``values`` and return the request that they are."""
+        device = False
+        if len(values) == 7:
+            *values, last = values
+            device = fields.flag(last, "device")
         fields.arguments(values, 6, "GET")
         hashes, offset, length, wait, destinations, checksums = values
         return cls(
@@ -247,6 +255,7 @@ class Get:
             fields.flag(wait, "wait"),
             fields.unpack_locations(destinations, "destinations"),
             fields.flag(checksums, "checksums"),
+            device,
         )
 
     def read(self, values: Sequence[object]) -> GetAnswer:

@@ -39,6 +39,7 @@ from kvstore.protocol.frames import (
 )
 from kvstore.protocol.messages import (
     Abort,
+    DeviceSegments,
     Exists,
     Follow,
     Get,
@@ -50,6 +51,7 @@ from kvstore.protocol.messages import (
     Reserve,
     Segments,
     Take,
+    Unmapped,
     Welcome,
     Write,
     answer_header,
@@ -76,8 +78,8 @@ _MOST_WAITING: Final = 256
 _NAMES: Final[dict[type, str]] = {
     kind: kind.__name__.lower()
     for kind in (Abort, Exists, Follow, Get, Match, Ping, Release, Reserve, Segments, Take, Write)
-}
-_ENDING: Final = frozenset((Abort, Ping, Release, Segments, Write))
+} | {DeviceSegments: "device_segments", Unmapped: "unmapped"}
+_ENDING: Final = frozenset((Abort, DeviceSegments, Ping, Release, Segments, Unmapped, Write))
 """What a client may still ask while the node stops, to end what it has begun."""
 
 
@@ -96,8 +98,8 @@ class Reception(Protocol):
     def max_payload(self) -> int:
         """Bytes of payload in one frame."""
 
-    def welcome(self, hello: Hello, local: bool) -> tuple[Session, Welcome]:
-        """Open a session, or raise the error that the client is answered."""
+    def welcome(self, hello: Hello, sock: socket.socket) -> tuple[Session, Welcome]:
+        """Open a session on a connection, or raise the error that the client is answered."""
 
     def farewell(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
@@ -120,7 +122,6 @@ class Connection:
         self._metrics: Metrics = reception.node.metrics
         self._loop = asyncio.get_running_loop()
         self._sock = sock
-        self._local = sock.family == socket.AF_UNIX
         self._decoder = FrameDecoder(max_payload=reception.max_payload)
         self._stream: SocketStream[Event] = SocketStream(
             sock, self._decoder, self._on_events, self._on_closed
@@ -137,9 +138,11 @@ class Connection:
 
     @property
     def busy(self) -> bool:
-        """Whether requests, puts or replies are under way."""
-        writing = self.session is not None and self.session.writing and not self._failed
-        return bool(writing or self._waiting or self._stream.queued or self._landing)
+        """Whether requests, puts, replies or a client's reads on a GPU are under way."""
+        session = self.session
+        writing = session is not None and session.writing and not self._failed
+        reading = session is not None and session.reading_gpu
+        return bool(writing or reading or self._waiting or self._stream.queued or self._landing)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -226,7 +229,7 @@ class Connection:
     def _hello(self, request_id: int, hello: Hello) -> None:
         if self.session is not None:
             raise InvalidRequest("the session is open already")
-        self.session, welcome = self._reception.welcome(hello, self._local)
+        self.session, welcome = self._reception.welcome(hello, self._sock)
         over = self.session.transport.name
         self._named = {"client": hello.client, "over": over, "tenant": hello.tenant}
         if isinstance(self._sock, TlsSocket) and self._sock.peer:

@@ -20,11 +20,12 @@ from kvstore.errors import (
     ProtocolError,
     Unavailable,
 )
+from kvstore.gpu_session import GpuSession, GpuSessions
 from kvstore.handshakes import Handshakes
 from kvstore.identity import Namespace
 from kvstore.movement import Movement
 from kvstore.node import Node
-from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from kvstore.protocol.messages import PROTOCOL_VERSION, GpuOffer, Hello, Welcome
 from kvstore.remote import Remote
 from kvstore.replication import Replication
 from kvstore.session import Session
@@ -33,6 +34,8 @@ from kvstore.tls import for_sessions
 from kvstore.transports import choose
 from kvstore.units import Address
 from kvstore.verbs import VerbsDevice
+from rdma.shm import ShmNodeTransport
+from rdma.transport import NodeTransport
 
 _log = structlog.get_logger(__name__)
 
@@ -75,6 +78,8 @@ class Server:
         """What copies blocks to it; likewise."""
         self.taking: Taking | None = None
         """What takes blocks from it; likewise."""
+        self.gpus: GpuSessions | None = None
+        """What sessions have of the node's GPUs; None where it has none."""
         self.stopping = False
         self._movement = movement
         self._verbs = verbs
@@ -96,6 +101,8 @@ class Server:
                 file not be read.
         """
         self._admission.check_files()
+        if self.node.gpus is not None:
+            self.gpus = GpuSessions(self.node.gpus)
         listen = self._config.listen
         certificates = for_sessions(self._config.tls)
         if certificates is not None:
@@ -177,12 +184,12 @@ class Server:
 
     # --- admission -----------------------------------------------------------------------------
 
-    def welcome(self, hello: Hello, local: bool) -> tuple[Session, Welcome]:
+    def welcome(self, hello: Hello, sock: socket.socket) -> tuple[Session, Welcome]:
         """Open a session for a client.
 
         Args:
             hello: what the client says of itself.
-            local: whether it came over the Unix socket.
+            sock: its connection.
 
         Raises:
             ProtocolError: it speaks another version.
@@ -201,8 +208,11 @@ class Server:
         namespace = Namespace.parse(hello.namespace)
         if namespace.tenant != hello.tenant:
             raise InvalidRequest("the tenant of the session is not that of the namespace")
+        local = sock.family == socket.AF_UNIX
         chosen = choose(self.node, self._verbs, hello.transports, hello.offers, local=local)
+        gpu = None
         try:
+            gpu = self._gpu_session(chosen.transport, hello, sock)
             session = Session(
                 self.node,
                 self._movement,
@@ -214,9 +224,12 @@ class Server:
                 remote=self.remote,
                 replication=self.replication,
                 taking=self.taking,
+                gpu=gpu,
             )
         except BaseException:
             chosen.transport.close()
+            if gpu is not None:
+                gpu.close()
             raise
         metrics.sessions += 1
         metrics.transports[chosen.transport.name] += 1
@@ -224,6 +237,16 @@ class Server:
         if chosen.why:
             _log.debug("transports passed over", client=hello.client, reason=chosen.why)
         return session, self._answer(session, chosen.why)
+
+    def _gpu_session(
+        self, transport: NodeTransport, hello: Hello, sock: socket.socket
+    ) -> GpuSession | None:
+        if self.gpus is None or not isinstance(transport, ShmNodeTransport):
+            return None
+        session = self.gpus.open(GpuOffer.parse(hello.offers.get("shm")), hello.tenant, sock)
+        if session is not None:
+            transport.gpus = self.gpus.names()
+        return session
 
     def _answer(self, session: Session, why: str) -> Welcome:
         limits = self._config.limits
@@ -277,6 +300,8 @@ class Server:
             await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.connections):
             connection.close()
+        if self.gpus is not None:
+            self.gpus.close()
 
 
 def _is_answered(path: Path) -> bool:

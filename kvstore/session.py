@@ -18,10 +18,13 @@ from typing import Any, Final
 
 from kvstore.checksums import check_written, sum_unknown
 from kvstore.entry import Entry, ShardIndex
-from kvstore.errors import AccessDenied, InvalidRequest, NamespaceMismatch
+from kvstore.errors import InvalidRequest, NamespaceMismatch
 from kvstore.feed import Feed
 from kvstore.fetch import Fetch
+from kvstore.gpu_get import GpuGet
+from kvstore.gpu_session import GpuSession
 from kvstore.identity import Namespace
+from kvstore.matching import Matching
 from kvstore.movement import Movement
 from kvstore.node import Node
 from kvstore.protocol.fields import JoinedHashes
@@ -36,22 +39,21 @@ from kvstore.protocol.messages import (
     Abort,
     AbortAnswer,
     AnyRequest,
+    DeviceSegments,
     Exists,
-    ExistsAnswer,
     Follow,
     FollowAnswer,
     Get,
     GetAnswer,
     Match,
-    MatchAnswer,
     Ping,
     PingAnswer,
     Release,
     Reserve,
     ReserveAnswer,
     Segments,
-    SegmentsAnswer,
     Take,
+    Unmapped,
     Write,
     WriteAnswer,
 )
@@ -59,18 +61,14 @@ from kvstore.remote import Remote
 from kvstore.replication import Replication
 from kvstore.reply import Handled, Reply, at_once, finished
 from kvstore.reservation import Reservation
+from kvstore.sharing import share_segments
 from kvstore.taking import Taking
 from rdma.errors import TransportError
 from rdma.shm import ShmNodeTransport
 from rdma.transport import Delivery, NodeTransport
-from tiers.errors import BadExtent
-from tiers.segment import Segment
 
 _ALL_IN_DRAM: Final = bytes([DRAM]) * MAX_HASHES
 _TIERS: Final = ((HBM, "hbm"), (DRAM, "dram"), (SSD, "ssd"), (REMOTE, "remote"))
-_REMOTE: Final = bytes([REMOTE])
-
-
 _NO_REPLY: Final = Reply(None)
 
 
@@ -88,6 +86,7 @@ class Session:
         remote: the rest of the pool; None where the node is alone.
         replication: copies blocks to it; likewise.
         taking: takes blocks from it; likewise.
+        gpu: its part of the node's GPUs, taken over; None where it has none.
 
     Raises:
         NamespaceMismatch: the namespace has no such shard, or its blocks are too large.
@@ -106,6 +105,7 @@ class Session:
         remote: Remote | None = None,
         replication: Replication | None = None,
         taking: Taking | None = None,
+        gpu: GpuSession | None = None,
     ) -> None:
         if shard >= namespace.shards:
             raise NamespaceMismatch(
@@ -119,16 +119,18 @@ class Session:
         self.namespace = namespace
         self.transport = transport
         self._node = node
-        self._movement = movement
         self._shard: ShardIndex = node.shard(namespace, shard)
-        self._shards = node.shards(namespace)
         self._size = namespace.block_bytes
         self._most_blocks = most_bytes // self._size
         self._verify = verify
-        self._remote = remote
+        self._matching = Matching(node, movement, namespace, self._shard, remote)
         self._replication = replication
         self._taking = taking
+        self._gpu = gpu
         self._fetch = Fetch(node, movement, self._shard, namespace, verify=verify, remote=remote)
+        self._gpu_get: GpuGet | None = None
+        if gpu is not None and not verify:  # there is no comparing a block on a GPU
+            self._gpu_get = GpuGet(node, gpu, self._shard, self._fetch)
         self._numbers = itertools.count(1)
         self._leases: dict[int, list[Entry]] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -148,6 +150,11 @@ class Session:
         """Whether there are blocks that are reserved and not committed."""
         return bool(self._reservations)
 
+    @property
+    def reading_gpu(self) -> bool:
+        """Whether the client may be reading blocks on a GPU."""
+        return self._gpu is not None and self._gpu.reading
+
     def handle(self, request: AnyRequest, deadline: float) -> Handled:
         """Do what a request asks.
 
@@ -164,7 +171,7 @@ class Session:
         if kind is Write:
             return self._write(request, deadline)  # type: ignore[arg-type]
         if kind is Match:
-            return self._match(request, deadline)  # type: ignore[arg-type]
+            return self._matching.match(request, deadline)  # type: ignore[arg-type]
         if kind is Take:
             return self._take(request, deadline)  # type: ignore[arg-type]
         handler = _HANDLERS.get(kind)
@@ -174,8 +181,11 @@ class Session:
         return handled
 
     def close(self) -> None:
-        """Give up all that it holds. The client can't touch the memory of it any more."""
+        """Give up all that it holds. The client can't touch the node's memory any more."""
         self.transport.close()
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
         for entries in self._leases.values():
             self._node.unpin(entries)
         self._leases.clear()
@@ -197,47 +207,6 @@ class Session:
             if reservation.expires <= now:
                 self._node.expire(reservation)
 
-    # --- match and exists ----------------------------------------------------------------------
-
-    def _match(self, request: Match, deadline: float) -> Handled:
-        began = time.perf_counter()
-        node, hashes = self._node, request.hashes
-        # Shards are never forgotten, so that all of them need to be found only once.
-        self._shards = self._shards or node.shards(self.namespace)
-        tiers = node.index.match_joined(self._shards, request.joined)
-        if request.prefetch and self._movement is not None:
-            wanted = node.index.lookup(self._shard, hashes[: len(tiers)])
-            self._movement.prefetch(self.namespace.tenant, wanted)
-        if self._remote is not None and len(tiers) < len(hashes):
-            return self._match_further(self._remote, request, tiers, deadline, began)
-        self._count_matched(len(hashes), len(tiers))
-        node.metrics.match_seconds.observe(time.perf_counter() - began)
-        return Reply(MatchAnswer(tiers))
-
-    async def _match_further(
-        self, remote: Remote, request: Match, tiers: bytes, deadline: float, began: float
-    ) -> Reply:
-        """How far other nodes hold what is not here."""
-        hashes, metrics = request.hashes, self._node.metrics
-        reached = await remote.reach(self.namespace, hashes, len(tiers), deadline)
-        elsewhere = reached - len(tiers)
-        if request.prefetch and elsewhere:
-            remote.prefetch(self.namespace, hashes[:reached])
-        metrics.matched["remote"] += elsewhere
-        self._count_matched(len(hashes) - elsewhere, len(tiers))
-        metrics.match_seconds.observe(time.perf_counter() - began)
-        return Reply(MatchAnswer(tiers + _REMOTE * elsewhere))
-
-    def _exists(self, request: Exists) -> Reply:
-        tiers = self._node.index.exists((self._shard,), request.hashes)
-        self._count_matched(len(tiers), len(tiers) - tiers.count(ABSENT))
-        return Reply(ExistsAnswer(tiers))
-
-    def _count_matched(self, asked: int, held: int) -> None:
-        matched = self._node.metrics.matched
-        matched["held"] += held
-        matched["absent"] += asked - held
-
     # --- get -----------------------------------------------------------------------------------
 
     def _get(self, request: Get, deadline: float) -> Handled:
@@ -245,6 +214,8 @@ class Session:
         length = self._length(request)
         if request.checksums:
             return self._get_with_checksums(request, length, deadline, began)
+        if request.device and self._gpu_get is not None:
+            return self._get_on_gpu(self._gpu_get, request, length, deadline, began)
         entries = self._node.index.lookup(self._shard, request.hashes)
         if self._verify or self.transport.waits:
             return self._get_later(request, length, deadline, began)
@@ -279,6 +250,16 @@ class Session:
         self._node.pin(found)
         places: list[int] = [entry.dram for entry in found]  # type: ignore[misc]
         return self._hand_out(request, length, found, places, tiers, deadline, began)
+
+    def _get_on_gpu(
+        self, gpu: GpuGet, request: Get, length: int, deadline: float, began: float
+    ) -> Handled:
+        """A get by a client that reads blocks where they lie on a GPU."""
+
+        def hand_out(found: list[Entry], places: list[int], tiers: bytes) -> Handled:
+            return self._hand_out(request, length, found, places, tiers, deadline, began)
+
+        return gpu.get(request, deadline, hand_out)
 
     def _length(self, request: Get) -> int:
         length = request.length or self._size - request.offset
@@ -415,6 +396,8 @@ class Session:
             if entries is not None:
                 self._held -= len(entries)
                 self._node.unpin(entries)
+        if self._gpu is not None:
+            self._gpu.released(request.leases)
         return _NO_REPLY
 
     # --- put -----------------------------------------------------------------------------------
@@ -553,24 +536,23 @@ class Session:
 
     # --- the rest ------------------------------------------------------------------------------
 
+    def _exists(self, request: Exists) -> Reply:
+        return self._matching.exists(request)
+
     def _segments(self, request: Segments) -> Reply:
         if not isinstance(self.transport, ShmNodeTransport):
             raise InvalidRequest("segments are shared with sessions of the transport shm only")
-        shared, fds = [], []
-        for number in request.numbers:
-            segment = self._shared_segment(number)
-            shared.append((number, segment.size))
-            fds.append(segment.fd)
-        return Reply(SegmentsAnswer(shared), fds=fds)
+        return share_segments(self._node.dram, self.namespace.tenant, request.numbers)
 
-    def _shared_segment(self, number: int) -> Segment:
-        try:
-            segment = self._node.dram.segment(number)
-        except BadExtent:
-            segment = None
-        if segment is None or segment.owner != self.namespace.tenant:
-            raise AccessDenied(f"segment {number} does not hold blocks of this tenant")
-        return segment
+    def _device_segments(self, request: DeviceSegments) -> Reply:
+        if self._gpu is None:
+            raise InvalidRequest("the client has none of the node's GPUs within reach")
+        return Reply(self._gpu.share(request.numbers))
+
+    def _unmapped(self, request: Unmapped) -> Reply:
+        if self._gpu is not None:
+            self._gpu.unmapped(request.numbers)
+        return _NO_REPLY
 
     async def _take(self, request: Take, deadline: float) -> Reply:
         if self._taking is None:
@@ -589,6 +571,7 @@ class Session:
 
 
 _HANDLERS: Final[dict[type, Any]] = {
+    DeviceSegments: Session._device_segments,
     Exists: Session._exists,
     Follow: Session._follow,
     Release: Session._release,
@@ -596,4 +579,5 @@ _HANDLERS: Final[dict[type, Any]] = {
     Segments: Session._segments,
     Abort: Session._abort,
     Ping: Session._ping,
+    Unmapped: Session._unmapped,
 }

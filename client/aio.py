@@ -6,22 +6,23 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from client import following, forks, operations, putting
 from client.buffers import Buffers, PutBlocks
 from client.endpoint import Settings
+from client.gpu_views import view_on_gpus
 from client.health import Health
 from client.layout import Layout
-from client.operations import Operation, Terms
+from client.operations import Operation, Seen, Terms
 from client.prefix import AsyncPrefixes
 from client.registration import Registered, register
 from client.results import FAILED, Changes, ClientStats, GetResult, Match, PutResult
 from client.stream_wire import StreamWire
 from client.tally import NO_SESSION, Tally
-from client.views import BlockViews
+from client.views import BlockViews, DeviceViews, Views
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.identity import ROOT_PARENT, Namespace, check_hash
 from kvstore.protocol.caller import Counters
@@ -29,6 +30,7 @@ from kvstore.protocol.caller import Counters
 logger = logging.getLogger("kvstore.client")
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Views[Any])
 
 
 class AsyncClient:
@@ -110,10 +112,26 @@ class AsyncClient:
         self._tally.got(len(hashes), result.found, wanted)
         return result
 
-    def view(self, hashes: Sequence[bytes], *, deadline: float | None = None) -> AsyncViews:
+    @overload
+    def view(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        device: Literal[False] = False,
+        deadline: float | None = None,
+    ) -> AsyncViews[BlockViews]: ...
+    @overload
+    def view(
+        self, hashes: Sequence[bytes], *, device: Literal[True], deadline: float | None = None
+    ) -> AsyncViews[DeviceViews]: ...
+    def view(
+        self, hashes: Sequence[bytes], *, device: bool = False, deadline: float | None = None
+    ) -> AsyncViews[BlockViews] | AsyncViews[DeviceViews]:
         """As ``Client.view``: ``async with client.view(hashes) as views``."""
         operations.check_hashes(hashes)
-        return AsyncViews(self, hashes, deadline)
+        if device:
+            return AsyncViews(lambda: self._view(DeviceViews, view_on_gpus, hashes, deadline))
+        return AsyncViews(lambda: self._view(BlockViews, operations.view, hashes, deadline))
 
     async def put(
         self,
@@ -300,15 +318,19 @@ class AsyncClient:
                 return wire
         raise error
 
-    async def _view(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
+    async def _view(
+        self,
+        kind: type[W],
+        how: Callable[[Terms, Sequence[bytes]], Operation[Seen[Any]]],
+        hashes: Sequence[bytes],
+        deadline: float | None,
+    ) -> W:
         try:
-            seen, wire = await self._run_on_wire(
-                lambda terms: operations.view(terms, hashes), deadline
-            )
+            seen, wire = await self._run_on_wire(lambda terms: how(terms, hashes), deadline)
         except KVStoreError as error:
-            views = BlockViews.missed(len(hashes), self._failed(error))
+            views = kind.missed(len(hashes), self._failed(error))
         else:
-            views = BlockViews(seen, wire, wire.release)
+            views = kind(seen, wire, wire.release)
         self._tally.got(len(hashes), views.found, self.namespace.block_bytes)
         return views
 
@@ -324,21 +346,17 @@ class AsyncClient:
         return error.code
 
 
-class AsyncViews:
+class AsyncViews(Generic[W]):
     """Shows blocks for the time of an ``async with`` block."""
 
-    __slots__ = ("_client", "_deadline", "_hashes", "_views")
+    __slots__ = ("_show", "_views")
 
-    def __init__(
-        self, client: AsyncClient, hashes: Sequence[bytes], deadline: float | None
-    ) -> None:
-        self._client = client
-        self._hashes = hashes
-        self._deadline = deadline
-        self._views: BlockViews | None = None
+    def __init__(self, show: Callable[[], Coroutine[Any, Any, W]]) -> None:
+        self._show = show
+        self._views: W | None = None
 
-    async def __aenter__(self) -> BlockViews:
-        self._views = await self._client._view(self._hashes, self._deadline)
+    async def __aenter__(self) -> W:
+        self._views = await self._show()
         return self._views
 
     async def __aexit__(self, *error: object) -> None:

@@ -13,9 +13,10 @@ from typing import Final, Literal, TypeVar, overload
 from client import following, forks, operations, putting
 from client.buffers import Buffers, PutBlocks
 from client.endpoint import Settings
+from client.gpu_views import view_on_gpus
 from client.lane import Lane
 from client.layout import Layout
-from client.operations import Operation, Terms
+from client.operations import Operation, Seen, Terms
 from client.prefix import Prefixes
 from client.registration import Registered, register
 from client.results import FAILED, Changes, ClientStats, GetResult, Match, PutResult
@@ -28,7 +29,9 @@ from rdma.gpu_segments import GpuView
 
 logger = logging.getLogger("kvstore.client")
 
+S = TypeVar("S")
 T = TypeVar("T")
+V = TypeVar("V", bound="memoryview | GpuView")
 
 MAX_LANES: Final = 4
 """Sessions that one client opens at most: more than one only where threads call at once."""
@@ -185,7 +188,10 @@ class Client:
         """
         views: Views[memoryview | GpuView]
         try:
-            views = self._run_on_wire(hashes, deadline)
+            if device:
+                views = self._view(DeviceViews, view_on_gpus, hashes, deadline)
+            else:
+                views = self._view(BlockViews, operations.view, hashes, deadline)
         except KVStoreError as error:
             operations.check_hashes(hashes)
             kind = DeviceViews if device else BlockViews
@@ -376,7 +382,13 @@ class Client:
                 self._session = lane.session
             self._check_in(lane)
 
-    def _run_on_wire(self, hashes: Sequence[bytes], deadline: float | None) -> BlockViews:
+    def _view(
+        self,
+        kind: Callable[[Seen[V], Wire | None, Callable[[list[int]], object]], S],
+        how: Callable[[Terms, Sequence[bytes]], Operation[Seen[V]]],
+        hashes: Sequence[bytes],
+        deadline: float | None,
+    ) -> S:
         end = time.monotonic() + (self.deadline if deadline is None else deadline)
         self._tally.calls += 1
         try:
@@ -384,9 +396,9 @@ class Client:
         except IndexError:
             lane = self._wait_for_lane(end)
         try:
-            seen = lane.run(lambda terms: operations.view(terms, hashes), end)
+            seen = lane.run(lambda terms: how(terms, hashes), end)
             wire = lane.wire
-            return BlockViews(seen, wire, lambda leases: self._unpin(lane, wire, leases))
+            return kind(seen, wire, lambda leases: self._unpin(lane, wire, leases))
         finally:
             if lane.wire is not None:
                 self._session = lane.session

@@ -14,6 +14,8 @@ from client.tls import certificates_of
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.identity import Namespace
 from rdma.certificates import CertificateFiles
+from rdma.errors import SegmentError
+from rdma.gpu_reach import ComputeGpu, CudaGpu
 
 logger = logging.getLogger("kvstore.client")
 
@@ -31,6 +33,7 @@ def connect(
     ca: File | None = None,
     certificate: File | None = None,
     key: File | None = None,
+    gpu: int | ComputeGpu | None = None,
     required: bool = True,
 ) -> Client:
     """Make a blocking client.
@@ -49,12 +52,14 @@ def connect(
             PEM. It must also name the host of the URL. Without it the system's count.
         certificate: for ``tls``, file of the client's own certificate, if the node wants one.
         key: file of its key, if that is another. All three are read anew when they have changed.
+        gpu: number of the GPU that the process computes on, as in ``cuda:0``, for ``view`` to show
+            blocks that the node keeps on it or on another that it reaches. Over ``shm`` only.
         required: whether a node that can't be reached now is an error; otherwise calls give misses
             until it can be.
 
     Raises:
-        ConfigError: the URL makes no sense, the transport can't be had there, or the files of
-            certificates can't be used.
+        ConfigError: the URL makes no sense, the transport can't be had there, the files of
+            certificates can't be used, or there is no such GPU.
         InvalidRequest: the namespace has no such shard, or the deadline is not positive.
         KVStoreError: the node can't be reached or refuses the session.
     """
@@ -68,6 +73,7 @@ def connect(
         ca=ca,
         certificate=certificate,
         key=key,
+        gpu=gpu,
     )
     try:
         client.open()
@@ -90,13 +96,15 @@ def prepare(
     ca: File | None = None,
     certificate: File | None = None,
     key: File | None = None,
+    gpu: int | ComputeGpu | None = None,
 ) -> Client:
     """Make a blocking client that opens its session later: when ``open`` or another call asks.
 
     Args and errors are those of ``connect``, less what comes of reaching the node.
     """
     files = _files(ca, certificate, key)
-    return Client(_settings(url, namespace, shard, transport, token, deadline, files), deadline)
+    settings = _settings(url, namespace, shard, transport, token, deadline, files, gpu)
+    return Client(settings, deadline)
 
 
 async def aconnect(
@@ -110,6 +118,7 @@ async def aconnect(
     ca: File | None = None,
     certificate: File | None = None,
     key: File | None = None,
+    gpu: int | ComputeGpu | None = None,
     required: bool = True,
 ) -> AsyncClient:
     """Make an asyncio client; otherwise as ``connect``.
@@ -117,7 +126,7 @@ async def aconnect(
     It is a coroutine, so that a ``with`` block begins ``async with await kvstore.aconnect(...)``.
     """
     files = _files(ca, certificate, key)
-    settings = _settings(url, namespace, shard, transport, token, deadline, files)
+    settings = _settings(url, namespace, shard, transport, token, deadline, files, gpu)
     client = AsyncClient(settings, deadline)
     try:
         await client.open()
@@ -137,6 +146,7 @@ def _settings(
     token: str | None,
     deadline: float,
     files: CertificateFiles,
+    gpu: int | ComputeGpu | None,
 ) -> Settings:
     endpoint = Endpoint.parse(url)
     if not 0 <= shard < namespace.shards:
@@ -149,7 +159,19 @@ def _settings(
         certificates = certificates_of(files)
     elif files != CertificateFiles():
         raise ConfigError(f"certificates are for tls://, and {url} is not encrypted")
-    return Settings(endpoint, namespace, shard, offers, token, f"pid {os.getpid()}", certificates)
+    name = f"pid {os.getpid()}"
+    return Settings(
+        endpoint, namespace, shard, offers, token, name, certificates, _compute_gpu(gpu)
+    )
+
+
+def _compute_gpu(gpu: int | ComputeGpu | None) -> ComputeGpu | None:
+    if not isinstance(gpu, int):
+        return gpu
+    try:
+        return CudaGpu(gpu)
+    except SegmentError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _files(ca: File | None, certificate: File | None, key: File | None) -> CertificateFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from kvstore.identity import Namespace
 from kvstore.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
 from rdma.certificates import Certificates
 from rdma.errors import TransportError
+from rdma.gpu_reach import ComputeGpu
 from rdma.shm import ShmClientTransport
 from rdma.tcp import TcpClientTransport
 from rdma.transport import ClientTransport
@@ -167,6 +169,8 @@ class Settings:
         token: credential of the tenant, if the node wants one.
         name: what the node's logs call the client.
         certificates: for ``tls``; None otherwise.
+        gpu: that the client computes on, where it is to be shown blocks on GPUs.
+        pid: of the process that made it: no child of a fork can use its GPU.
     """
 
     endpoint: Endpoint
@@ -176,6 +180,8 @@ class Settings:
     token: str | None = field(repr=False, default=None)
     name: str = ""
     certificates: Certificates | None = field(repr=False, default=None)
+    gpu: ComputeGpu | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def hello(self, transports: Mapping[str, ClientTransport]) -> Hello:
         """The greeting that opens a session and offers these transports."""
@@ -200,12 +206,17 @@ class Settings:
         reasons = []
         for name in self.offers:
             try:
-                halves[name] = TRANSPORTS[name]()
+                halves[name] = self._half(name)
             except TransportError as error:
                 reasons.append(f"{name}: {error}")
         if not halves:
             raise ConfigError("; ".join(reasons))
         return Offered(halves, "; ".join(reasons))
+
+    def _half(self, name: str) -> ClientTransport:
+        if name == "shm" and self.gpu is not None and self.pid == os.getpid():
+            return ShmClientTransport(self.gpu)
+        return TRANSPORTS[name]()
 
 
 def choose(transports: Mapping[str, ClientTransport], welcome: Welcome) -> ClientTransport:

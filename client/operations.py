@@ -150,11 +150,13 @@ class Seen(Generic[V]):
         codes: the tier code of each block, 0 for a miss.
         views: a read-only view of each block found, ``None`` for a miss.
         leases: names the pins.
+        ended: to be called when the views on GPUs are in use no more.
     """
 
     codes: bytes
     views: list[V | None]
     leases: list[int]
+    ended: Sequence[Callable[[], object]] = ()
 
 
 def names_memory(request: messages.Request[Any]) -> bool:
@@ -320,7 +322,7 @@ class _Part:
         if not targets:
             return answer.tiers
         lasted = True
-        with _kept(terms, [answer.lease] if answer.lease else []) as leases:
+        with kept(terms, [answer.lease] if answer.lease else []) as leases:
             if missing := transport.missing(answer.locations):
                 yield MapSegments(missing)
             place = partial(transport.place, answer.locations, targets)
@@ -354,32 +356,34 @@ def name_memory(
 def view(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
     """Show blocks where they lie, or in memory of their own where none is shared."""
     if terms.transport.shares_memory:
-        step, show = terms.max_hashes, _show
+        step, how = terms.max_hashes, show
     else:
-        step, show = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES), _get_views
+        step, how = terms.blocks_at_once(terms.namespace.block_bytes, BATCH_BYTES), _get_views
     if 0 < len(hashes) <= step:
-        return show(terms, hashes)
-    return _view_batches(terms, hashes, step, show)
+        return how(terms, hashes)
+    return view_batches(Seen(b"", [], []), terms, hashes, step, how)
 
 
-def _view_batches(
+def view_batches(
+    seen: Seen[V],
     terms: Terms,
     hashes: Sequence[bytes],
     step: int,
-    show: Callable[[Terms, Sequence[bytes]], Operation[Seen[memoryview]]],
-) -> Operation[Seen[memoryview]]:
-    seen: Seen[memoryview] = Seen(b"", [], [])
-    with _kept(terms, seen.leases):
+    how: Callable[[Terms, Sequence[bytes]], Operation[Seen[V]]],
+) -> Operation[Seen[V]]:
+    """Add to ``seen`` what ``how`` shows of the blocks, so many at a time."""
+    with kept(terms, seen.leases):
         for start in range(0, len(hashes), step):
-            part = yield from show(terms, hashes[start : start + step])
+            part = yield from how(terms, hashes[start : start + step])
             seen.codes += part.codes
             seen.views += part.views
             seen.leases += part.leases
+            seen.ended = [*seen.ended, *part.ended]
     return seen
 
 
 @contextmanager
-def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
+def kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
     """Have the leases given back if the operation ends early."""
     try:
         yield leases
@@ -388,9 +392,15 @@ def _kept(terms: Terms, leases: list[int]) -> Iterator[list[int]]:
         raise
 
 
-def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
-    transport, size = terms.transport, terms.namespace.block_bytes
+def show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
+    """Show blocks in the node's memory, as many as one request may name."""
     answer: messages.GetAnswer = yield Call(messages.Get(hashes))
+    return (yield from shown(terms, answer))
+
+
+def shown(terms: Terms, answer: messages.GetAnswer) -> Operation[Seen[memoryview]]:
+    """Show the blocks that an answer found, all of them in the node's memory."""
+    transport, size = terms.transport, terms.namespace.block_bytes
     locations = answer.locations or ()
     leases = [answer.lease] if answer.lease else []
     views: list[memoryview | None]
@@ -398,11 +408,11 @@ def _show(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryview]]:
         views = transport.views(locations, size)  # type: ignore[assignment]
     except BadPlace:
         # Looking for missing segments first would cost each call what only the first one needs.
-        with _kept(terms, leases):
+        with kept(terms, leases):
             yield MapSegments(transport.missing(locations))
         views = transport.views(locations, size)  # type: ignore[assignment]
-    if len(views) < len(hashes):
-        views = _spread(answer.tiers, views)
+    if len(views) < len(answer.tiers):
+        views = spread(answer.tiers, views)
     return Seen(answer.tiers, views, leases)
 
 
@@ -418,7 +428,7 @@ def _get_views(terms: Terms, hashes: Sequence[bytes]) -> Operation[Seen[memoryvi
     return Seen(codes, views, [])
 
 
-def _spread(codes: bytes, views: list[memoryview | None]) -> list[memoryview | None]:
+def spread(codes: bytes, views: Sequence[V | None]) -> list[V | None]:
     """Put ``None`` where a block was missed."""
     found = iter(views)
     return [next(found) if code != messages.ABSENT else None for code in codes]

@@ -32,7 +32,8 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavai
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
 from kvstore.protocol.fields import MAX_SEGMENTS
-from kvstore.protocol.messages import Abort, Hello, Segments, Welcome
+from kvstore.protocol.frames import encode
+from kvstore.protocol.messages import Abort, Hello, Segments, Welcome, unmapped_header
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport
 from rdma.stream import SocketStream
@@ -112,6 +113,7 @@ class StreamWire:
         self._transport: ClientTransport | None = None
         self._mapping = asyncio.Lock()
         self._moves = 0  # copies under way in threads
+        self._sound = False  # when it was closed: the node would still listen
         self._stream: SocketStream[Pending[Any]] = SocketStream(
             connected, self._caller, self._done, self._ended, serves=False
         )
@@ -218,7 +220,8 @@ class StreamWire:
     def close(self, error: KVStoreError | None = None) -> None:
         """End the session and give back everything that was held for it.
 
-        Where threads are still copying, the memory follows as soon as they are through.
+        Where threads are still copying, or views on a GPU are in use, the memory and the connection
+        follow as soon as that is over.
 
         Args:
             error: why, where that is not the owner's wish.
@@ -226,7 +229,8 @@ class StreamWire:
         if self.closed:
             return
         self.closed = True
-        if not self._moves or self._transport is None or not self._transport.shares_memory:
+        self._sound = self._caller.broken is None
+        if self._transport is None or not self._transport.shares_memory:
             self._stream.close()
         self._done(self._caller.lose(error or Unavailable("the connection is closed")))
         if not self._moves:
@@ -241,9 +245,22 @@ class StreamWire:
 
     def _let_go(self) -> None:
         """Give back the memory. Not under a copy: the node gives it to others then."""
+        transport = self._transport
+        gpus = transport.gpus if isinstance(transport, ShmClientTransport) else None
+        if gpus is None:
+            self._stream.close()
+        else:
+            self._stream.pause_reading()
+        if transport is not None:
+            transport.close()
+        if gpus is not None:
+            gpus.when_unmapped(lambda: self._hang_up(gpus.over if self._sound else []))
+
+    def _hang_up(self, unmapped: list[int]) -> None:
+        """Close the connection; tell the node before which of its segments are not mapped now."""
+        if unmapped:
+            self._stream.send([encode(unmapped_header(unmapped))])
         self._stream.close()
-        if self._transport is not None:
-            self._transport.close()
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -126,7 +126,24 @@ class DeviceViews(Views["memoryview | GpuView"]):
     session. On a GPU nothing keeps anybody from writing to a block, which is forbidden.
     """
 
-    __slots__ = ()
+    __slots__ = ("_ended",)
+
+    def __init__(
+        self,
+        seen: Seen[memoryview | GpuView],
+        session: Session | None,
+        unpin: Callable[[list[int]], object] | None,
+        failure: str | None = None,
+    ) -> None:
+        super().__init__(seen, session, unpin, failure)
+        self._ended = seen.ended
+
+    def release(self) -> None:
+        """Give the pins back, and what was mapped for the views; may be called again."""
+        super().release()
+        ended, self._ended = self._ended, ()
+        for each in ended:
+            each()
 
 
 def _release_each(views: Sequence[memoryview | GpuView | None]) -> None:

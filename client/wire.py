@@ -33,7 +33,8 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavai
 from kvstore.protocol.caller import Call as Pending
 from kvstore.protocol.caller import Caller, Counters
 from kvstore.protocol.fields import MAX_SEGMENTS
-from kvstore.protocol.messages import Abort, Segments
+from kvstore.protocol.frames import encode
+from kvstore.protocol.messages import Abort, Segments, unmapped_header
 from rdma.errors import TransportError
 from rdma.shm import ShmClientTransport, receive_with_fds
 from rdma.stream import tune
@@ -85,6 +86,7 @@ class Wire:
         self._exposed = False
         self._moving = threading.Lock()
         self._interrupted = False
+        self._cut_off = False  # within a frame that was being sent
         self.closed = False
 
     @classmethod
@@ -214,17 +216,34 @@ class Wire:
                 logger.debug("the connection had ended already: %s", error)
 
     def close(self) -> None:
-        """End the session and give back everything that was held for it."""
+        """End the session and give back everything that was held for it.
+
+        Where views on a GPU are in use, they and the connection stay until the last is given back.
+        """
         if self.closed:
             return
         self.closed = True
-        if self._transport is not None:
+        transport, sound = self._transport, self._caller.broken is None and not self._cut_off
+        if transport is not None:
             # First: the node gives the memory of a session that ends to others.
-            self._transport.close()
-        self._socket.close()
+            transport.close()
+        gpus = transport.gpus if isinstance(transport, ShmClientTransport) else None
+        if gpus is None:
+            self._socket.close()
+        else:
+            gpus.when_unmapped(lambda: self._hang_up(gpus.over if sound else []))
         self._caller.lose(Unavailable("the connection is closed"))
         if isinstance(self._caller.broken, ProtocolError):
             logger.warning("the node talked nonsense: %s", self._caller.broken)
+
+    def _hang_up(self, unmapped: list[int]) -> None:
+        """Close the connection; tell the node before which of its segments are not mapped now."""
+        if unmapped:
+            try:
+                self._socket.send(encode(unmapped_header(unmapped)), socket.MSG_DONTWAIT)
+            except OSError as error:
+                logger.debug("the node waits for the end of this process: %s", error)
+        self._socket.close()
 
     def disown(self) -> None:
         """Leave the session to the process that this one was forked from."""
@@ -333,6 +352,7 @@ class Wire:
 
     def _send_parts(self, parts: list[memoryview], end: float) -> None:
         soonest = time.monotonic() + _SLACK
+        self._cut_off = True
         try:
             while parts:
                 try:
@@ -345,6 +365,7 @@ class Wire:
         except OSError as error:
             self._lose(lost(error))
             raise lost(error) from error
+        self._cut_off = False
 
     def _abandon(self, pending: Pending[Any]) -> None:
         """Give a call up. The node may still be at the memory that it was told of, if any."""

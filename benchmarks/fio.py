@@ -38,6 +38,10 @@ class Fio:
         start, self._next = self._next, self._next + count
         return self._run("read", self._engine, start, count)
 
+    def write(self, count: int) -> float:
+        """Bytes a second at which the first ``count`` bytes of the file are written anew."""
+        return self._run("write", self._engine, 0, count)
+
     def _first_engine(self) -> str:
         failures = []
         for engine in ENGINES:

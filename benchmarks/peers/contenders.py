@@ -126,7 +126,7 @@ OURS: Final = (
         "this store, shared memory",
         "ours",
         "ours",
-        frozenset({Scene.LOCAL, Scene.VIEWS}),
+        frozenset({Scene.LOCAL, Scene.VIEWS, Scene.DISK}),
         ours_shm,
         "the daemon in a process of its own, the client over its Unix socket; as installed",
     ),

@@ -141,7 +141,7 @@ def test_a_working_set_is_fetched_in_the_order_of_the_puts() -> None:
     stored = run(on, "store_set", **parameters)
     assert (stored.items, stored.bytes, len(stored.samples)) == (128, 128 * BLOCK, 4)
     order = list(store.blocks)
-    fetched = run(on, "fetch_set", settle=0.0, **parameters)
+    fetched = run(on, "fetch_set", settle=0.0, cold=False, **parameters)
     assert (fetched.items, fetched.bytes) == (128, 128 * BLOCK)
     assert (fetched.wrong, fetched.lacking, fetched.figures) == (0, 0, {"hits": 100.0})
     assert list(store.blocks) == order
@@ -152,11 +152,11 @@ def test_what_a_store_loses_is_told_and_is_no_failure() -> None:
     on = subject(store)
     parameters = {"name": "set 1", "bytes": 128 * BLOCK, "count": 32}
     run(on, "store_set", **parameters)
-    fetched = run(on, "fetch_set", settle=0.0, **parameters)
+    fetched = run(on, "fetch_set", settle=0.0, cold=False, **parameters)
     assert figures_of(fetched.as_json())["hits"] == 75.0
     assert fetched.bytes == 96 * BLOCK
     spoil(store, next(iter(store.blocks)))
-    assert run(on, "fetch_set", settle=0.0, **parameters).wrong == 1
+    assert run(on, "fetch_set", settle=0.0, cold=False, **parameters).wrong == 1
 
 
 # --- a trace ------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def trace(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_a_trace_is_replayed_to_an_empty_store(trace: str, views: bool) -> None:
+def test_a_trace_is_replayed(trace: str, views: bool) -> None:
     store = Store(room=1000)
     on = subject(store)
     store.blocks[b"left"] = b""
@@ -200,6 +200,15 @@ def test_a_wrong_byte_in_a_replay_is_seen(trace: str, views: bool) -> None:
     outcome = run(subject(store), "replay", path=trace, requests=3, views=views)
     # The first block of the first request, which two more requests begin with.
     assert outcome.wrong == 2
+
+
+def test_what_an_earlier_replay_put_is_no_hit(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(room=1000)
+    monkeypatch.setattr(store, "remove_all", lambda: None)
+    on = subject(store)
+    hits = [run(on, "replay", path=trace, requests=3).figures["hits"] for _ in range(2)]
+    assert hits == [50.0, 50.0]
+    assert len(store.blocks) == 10
 
 
 def test_long_requests_go_in_parts(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:

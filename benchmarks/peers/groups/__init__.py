@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.peers.groups import moves
+from benchmarks.peers.groups import churn, clients, disk, footprint, moves
 from benchmarks.peers.run import Measure
 
 GROUPS: Mapping[str, Measure] = {
@@ -12,4 +12,10 @@ GROUPS: Mapping[str, Measure] = {
     "tcp": moves.tcp,
     "views": moves.views,
     "exists": moves.exists,
+    "clients": clients.clients,
+    "eviction": churn.eviction,
+    "trace": churn.trace,
+    "disk": disk.disk,
+    "start": footprint.start,
+    "keys": footprint.keys,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,7 +25,9 @@ _clock = time.perf_counter
 
 
 def replay(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
-    """Serve the first ``requests`` of the trace at ``path`` to an empty store.
+    """Serve the first ``requests`` of the trace at ``path``, under names that nobody has put.
+
+    A store that evicts may be full of what an earlier turn put.
 
     A sample is the time of one request, ``seconds`` that of all of them. ``hits`` says
     how many blocks the store had when they were wanted, in per cent. With ``views`` blocks are seen
@@ -34,9 +37,9 @@ def replay(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
         OSError: there is no such trace.
     """
     subject.adapter.remove_all()
-    run = _Replay(subject, views=bool(parameters.get("views")))
+    run, salt = _Replay(subject, views=bool(parameters.get("views"))), os.urandom(16)
     for ids in islice(_requests(Path(parameters["path"])), int(parameters["requests"])):
-        run.serve([_key(number, position) for position, number in enumerate(ids)])
+        run.serve([_key(salt, number, position) for position, number in enumerate(ids)])
     outcome = run.outcome
     outcome.seconds = outcome.figures["seconds"] = sum(outcome.samples)
     outcome.figures["hits"] = 100 * run.held / outcome.items
@@ -52,9 +55,9 @@ def _requests(path: Path) -> Iterator[Sequence[int]]:
                 yield ids
 
 
-def _key(number: int, position: int) -> bytes:
+def _key(salt: bytes, number: int, position: int) -> bytes:
     """An id means the same tokens and the same prefix wherever it appears, so the same position."""
-    return hashlib.sha256(b"trace %d" % number).digest()[:-1] + bytes([position % POSITIONS])
+    return hashlib.sha256(b"%b %d" % (salt, number)).digest()[:-1] + bytes([position % POSITIONS])
 
 
 class _Replay:

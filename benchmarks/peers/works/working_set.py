@@ -40,12 +40,13 @@ def fetch(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
     """Get all of it once, in the order in which it was put.
 
     So what is in memory has always been pushed out again by the time its turn comes. ``settle``
-    seconds pass first, and the kernel's page cache is emptied where we may. ``hits`` says how
-    many blocks came, in per cent: to lose some is no failure here, but what the row tells.
+    seconds pass first, and with ``cold`` the kernel's page cache is emptied where we may. ``hits``
+    says how many blocks came, in per cent: to lose some is no failure here, but what the row tells.
     """
     outcome, found = Outcome(), 0
     time.sleep(float(parameters["settle"]))
-    _empty_page_cache()
+    if parameters["cold"]:
+        _empty_page_cache()
     for keys in _chains(subject, parameters):
         into = subject.destinations(len(keys))
         subject.payload.wipe(into)

@@ -67,6 +67,10 @@ class Arena:
         """See :meth:`tiers.slab.SegmentSource.claim`."""
         self._segments[number].owner = owner
 
+    def may_replace(self, number: int) -> bool:
+        """See :meth:`tiers.slab.SegmentSource.may_replace`: who has it mapped reads zeros then."""
+        return True
+
     def replace(self, old: int, new: int, owner: str) -> bool:
         """See :meth:`tiers.slab.SegmentSource.replace`.
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tiers.cuda import CudaDevice
 from tiers.device import Event
-from tiers.errors import BadExtent, MediumFailed, TierConfigError, TierError
+from tiers.errors import BadExtent, MediumFailed, TierConfigError
 from tiers.hbm_arena import HbmArena, HbmSegment
 from tiers.host_copies import HostCopies, let_go
 from tiers.leases import Leases
@@ -333,8 +333,9 @@ class HbmTier(SlabTier[HbmSegment]):
         """The handle by which a process of a tenant maps a segment.
 
         It maps all of the segment, to read and to write, so it is for processes of its owner alone.
-        While anybody shares a segment, its memory is not given back or given to another tenant:
-        ``on_release`` asks for it, and the room is lost until the last has called ``unshare``.
+        While anybody shares a segment, its memory is not given back or given to another tenant,
+        however empty it is; of one that is retired, the room is lost until the last has called
+        ``unshare``.
 
         Args:
             number: the segment's.
@@ -357,12 +358,8 @@ class HbmTier(SlabTier[HbmSegment]):
             BadExtent: nobody shares such a segment.
         """
         with self._lock:
-            size = self._arena.unshare(number)
-            if size:
-                try:
-                    self._allocator.add(size)
-                except TierError as error:
-                    _log.error("capacity falls by %d bytes: %s", size, error)
+            if self._arena.unshare(number):
+                self._allocator.reconsider()
 
     def retire_segment(self, number: int) -> list[object]:
         """See :meth:`SlabTier.retire_segment`."""

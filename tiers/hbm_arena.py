@@ -51,7 +51,7 @@ class HbmArena:
         self._device = device
         self._zero = zero
         self._segments: dict[int, HbmSegment] = {}
-        self._withdrawn: dict[int, tuple[HbmSegment, bool]] = {}
+        self._withdrawn: dict[int, HbmSegment] = {}
         self.size = 0
         self.on_release: Callable[[int], None] | None = None
 
@@ -75,7 +75,7 @@ class HbmArena:
     @property
     def withdrawn(self) -> int:
         """Bytes that hold no blocks and can't be given back yet, since others have them mapped."""
-        return sum(segment.size for segment, _ in self._withdrawn.values())
+        return sum(segment.size for segment in self._withdrawn.values())
 
     # What the allocator asks.
 
@@ -87,17 +87,17 @@ class HbmArena:
         """See :meth:`tiers.slab.SegmentSource.claim`."""
         self._segments[number].owner = owner
 
+    def may_replace(self, number: int) -> bool:
+        """See :meth:`tiers.slab.SegmentSource.may_replace`: not while anybody has it mapped."""
+        return not self._segments[number].sharers
+
     def replace(self, old: int, new: int, owner: str) -> bool:
         """See :meth:`tiers.slab.SegmentSource.replace`.
 
         An allocation whose handle has been given to another tenant's process goes back to the
-        device, as the process may map it again later; any other one is cleared and stays. One that
-        is mapped now is withdrawn, and its room comes back with :meth:`unshare`.
+        device, as the process may map it again later; any other one is cleared and stays.
         """
         segment = self._take(old)
-        if segment.sharers:
-            self._withdrawn[old] = segment, True
-            return False
         self.size -= segment.size
         try:
             address = self._renewed(segment)
@@ -111,7 +111,7 @@ class HbmArena:
         """See :meth:`tiers.slab.SegmentSource.drop`."""
         segment = self._take(number)
         if segment.sharers:
-            self._withdrawn[number] = segment, False
+            self._withdrawn[number] = segment
         else:
             self._give_back(segment)
 
@@ -130,31 +130,32 @@ class HbmArena:
         segment.exported = True
         return handle
 
-    def unshare(self, number: int) -> int:
+    def unshare(self, number: int) -> bool:
         """End a share.
 
         Returns:
-            Bytes that were withdrawn, are given back with this, and are the tier's to have again.
+            Whether nobody shares the segment now.
 
         Raises:
             BadExtent: nobody shares such a segment.
         """
         withdrawn = self._withdrawn.get(number)
-        segment = withdrawn[0] if withdrawn is not None else self[number]
+        segment = self[number] if withdrawn is None else withdrawn
         if not segment.sharers:
             raise BadExtent(f"nobody shares segment {number}")
         segment.sharers -= 1
-        if withdrawn is None or segment.sharers:
-            return 0
-        del self._withdrawn[number]
-        self._give_back(segment)
-        return segment.size if withdrawn[1] else 0
+        if segment.sharers:
+            return False
+        if withdrawn is not None:
+            del self._withdrawn[number]
+            self._give_back(segment)
+        return True
 
     def close(self) -> None:
         """Give everything back, also what others still have mapped."""
         for number in list(self._segments):
             self._give_back(self._take(number))
-        for segment, _ in self._withdrawn.values():
+        for segment in self._withdrawn.values():
             self._give_back(segment)
         self._withdrawn.clear()
 

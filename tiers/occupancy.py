@@ -41,7 +41,7 @@ class HbmStatistics(TierStatistics):
             sizes get it as slabs become empty.
         segments: number of segments.
         departing: the part of ``lost`` that was blocks which are freed, until copies of them end.
-        withdrawn: the part of ``lost`` that was segments which other processes still have mapped.
+        withdrawn: the part of ``lost`` that was retired segments which others still have mapped.
     """
 
     free_slots: int

@@ -44,6 +44,9 @@ class SegmentSource(Protocol):
     def claim(self, number: int, owner: str) -> None:
         """An untouched segment now belongs to ``owner``."""
 
+    def may_replace(self, number: int) -> bool:
+        """Whether an empty segment may make way for one of another tenant's now."""
+
     def replace(self, old: int, new: int, owner: str) -> bool:
         """The empty segment ``old`` makes way for ``new``, of the same size, for ``owner``.
 
@@ -181,7 +184,9 @@ class SlabAllocator:
         others = [
             space
             for space in self._spaces.values()
-            if space.owner not in (None, owner) and not space.retiring
+            if space.owner not in (None, owner)
+            and not space.retiring
+            and self._source.may_replace(space.number)
         ]
         return crowding(own, others, size, slot_stride(size), self.unit, movable)
 
@@ -195,6 +200,10 @@ class SlabAllocator:
         self._unowned[space] = None
         self._refused.clear()
         return space.number
+
+    def reconsider(self) -> None:
+        """Take note that the source may let segments be replaced which it did not before."""
+        self._refused.clear()
 
     def retire(self, number: int) -> list[object]:
         """Let a segment take no more blocks; the tags of those it still holds.
@@ -304,7 +313,9 @@ class SlabAllocator:
     def _conquer(self, owner: str, least: int) -> Space | None:
         """Take an empty segment from another tenant, as a new one that nobody else has mapped."""
         for old in list(self._vacant):
-            if old.units >= least and old.owner != owner:
+            if old.units < least or old.owner == owner:
+                continue
+            if self._source.may_replace(old.number):
                 new = Space(self._new_number(), old.units)
                 made = self._source.replace(old.number, new.number, owner)
                 self._forget(old)

@@ -42,6 +42,9 @@ class Segments(Protocol[S]):
     def claim(self, number: int, owner: str) -> None:
         """See :meth:`tiers.slab.SegmentSource.claim`."""
 
+    def may_replace(self, number: int) -> bool:
+        """See :meth:`tiers.slab.SegmentSource.may_replace`."""
+
     def replace(self, old: int, new: int, owner: str) -> bool:
         """See :meth:`tiers.slab.SegmentSource.replace`."""
 

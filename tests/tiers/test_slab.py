@@ -46,6 +46,9 @@ class Ledger:
         assert self.owners[number] is None
         self.owners[number] = owner
 
+    def may_replace(self, number: int) -> bool:
+        return number in self.sizes
+
     def replace(self, old: int, new: int, owner: str) -> bool:
         assert self.owners[old] not in (None, owner)
         size = self.sizes[old]

@@ -25,6 +25,7 @@ from tiers.device import End
 from tiers.errors import BadExtent, MediumFailed
 from tiers.hbm import HbmTier
 from tiers.policy import Policy
+from tiers.tier import TierStatistics
 
 _log = structlog.get_logger(__name__)
 
@@ -219,12 +220,12 @@ class Gpus:
             # Where another tenant's copy goes, its segment is no less that tenant's.
             if victim.entry.shard.tenant not in (owner, None):
                 continue
-            self.evict(victim, DepartureReason.CAPACITY)
+            self._evict(victim, DepartureReason.CAPACITY)
             if self._take_room(copy, owner, size):
                 return copy
         for tag in self._gpus[gpu].tier.crowding(owner, size, self._may_go):
             assert isinstance(tag, Copy)
-            self.evict(tag, DepartureReason.CAPACITY)
+            self._evict(tag, DepartureReason.CAPACITY)
         return copy if self._take_room(copy, owner, size) else None
 
     def _take_room(self, copy: Copy, owner: str, size: int) -> bool:
@@ -243,23 +244,74 @@ class Gpus:
             and self.copies.of(tag.entry) is tag
         )
 
-    def give_back(self, copy: Copy) -> None:
-        """Free room that was reserved for a copy which has not come."""
+    def settle(self, copy: Copy) -> bool:
+        """Let a copy be used whose bytes are all there now.
+
+        Returns:
+            Whether it is; not where the block has gone meanwhile, has got another copy, or the GPU
+            has failed. Its room is given back then.
+        """
+        entry = copy.entry
+        if self._gpus[copy.gpu].failed or entry.gone or entry.state & IN_HBM:
+            self._give_back(copy)
+            return False
+        self.copies.add(copy)
+        return True
+
+    def _give_back(self, copy: Copy) -> None:
         if not self._gpus[copy.gpu].failed:
             self._gpus[copy.gpu].tier.free(copy.extent)
 
-    def evict(self, copy: Copy, reason: DepartureReason) -> None:
-        """Take the copy of an unpinned block off its GPU. The block stays."""
-        self.copies.remove(copy, evicted=reason is DepartureReason.CAPACITY)
-        self.give_back(copy)
+    def evict(self, entry: Entry, reason: DepartureReason) -> bool:
+        """Take the copy of a block off its GPU; whether that could be: not while it is pinned."""
+        copy = self.copies.of(entry)
+        if copy is None or entry.pins:
+            return False
+        self._evict(copy, reason)
+        return True
+
+    def _evict(self, copy: Copy, reason: DepartureReason) -> None:
+        capacity = reason is DepartureReason.CAPACITY
+        self.copies.remove(copy, evicted=capacity)
+        self._give_back(copy)
         self._metrics.evictions["hbm", reason] += 1
+        if capacity:
+            below = "ssd" if copy.entry.dram is None else "dram"
+            self._metrics.demotions["hbm", below] += 1
 
     def forget(self, entry: Entry) -> None:
         """Give up the copy, if there is one, of a block that nobody has pinned."""
         copy = self.copies.of(entry)
         if copy is not None:
             self.copies.remove(copy, evicted=False)
-            self.give_back(copy)
+            self._give_back(copy)
+
+    def read(self, entry: Entry) -> bytearray | None:
+        """The bytes of a pinned block's copy; None where it has none any more. Waits.
+
+        Raises:
+            TierError: the GPU failed.
+        """
+        copy = self.copies.of(entry)
+        if copy is None:
+            return None
+        found = bytearray(entry.shard.block_bytes)
+        self._gpus[copy.gpu].tier.load(copy.extent, memoryview(found))
+        return found
+
+    def failed(self) -> list[int]:
+        """Numbers of the GPUs that are out of use."""
+        return [gpu.number for gpu in self._gpus if gpu.failed]
+
+    def statistics(self) -> TierStatistics:
+        """What the GPUs that are in use hold, together."""
+        found = [gpu.tier.statistics() for gpu in self._gpus if not gpu.failed]
+        return TierStatistics(
+            capacity=sum(one.capacity for one in found),
+            used=sum(one.used for one in found),
+            blocks=sum(one.blocks for one in found),
+            lost=sum(one.lost for one in found),
+        )
 
     def fail(self, gpu: int, reason: str) -> None:
         """Take a GPU out of use, and forget what was copied there."""

@@ -211,7 +211,8 @@ class _Opened:
             self.arena.close()
             raise
         self.driver.start()
-        dram.on_release = self.arena.forget
+        self._others = dram.on_release
+        dram.on_release = self._released
 
     def close(self) -> None:
         """End all queue pairs, deregister the memory and give the device back."""
@@ -220,9 +221,14 @@ class _Opened:
         for half in list(self.pulling):
             half.close()
         self.driver.close()
-        self._dram.on_release = None
+        self._dram.on_release = self._others
         self.arena.close()
         self._adapter.close()
+
+    def _released(self, number: int) -> None:
+        self.arena.forget(number)
+        if self._others is not None:
+            self._others(number)
 
 
 def queue_settings(section: RdmaSection) -> QueueSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.entry import IN_DRAM, IN_SSD, Entry, ShardIndex
+from kvstore.entry import IN_DRAM, IN_HBM, IN_SSD, Entry, ShardIndex
 from kvstore.index import Index
 from tiers.links import HELD, OUTSIDE, PARKED
 
@@ -17,6 +17,8 @@ def check(index: Index) -> None:
             _check_entry(shard, entry)
         assert shard.in_dram == sum(entry.dram is not None for entry in entries)
         assert shard.in_ssd == sum(entry.ssd is not None for entry in entries)
+        assert shard.in_hbm == sum(bool(entry.state & IN_HBM) for entry in entries)
+        assert shard.hbm_bytes == shard.in_hbm * shard.block_bytes
         assert shard.dram_bytes == shard.in_dram * shard.block_bytes
         assert shard.ssd_bytes == shard.in_ssd * shard.block_bytes
         ordered = [entry.replica for entry in entries if entry.queue != OUTSIDE]
@@ -26,6 +28,7 @@ def check(index: Index) -> None:
     assert sum(len(account.replicas) for account in index.accounts) == replicas
     for account in index.accounts:
         shards = [shard for shard in index.shards if shard.account is account]
+        assert account.hbm == sum(shard.hbm_bytes for shard in shards)
         assert account.dram == sum(shard.dram_bytes for shard in shards)
         assert account.ssd == sum(shard.ssd_bytes for shard in shards)
         orders = [entry for shard in shards for entry in shard.committed.values() if entry.queue]

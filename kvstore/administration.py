@@ -17,8 +17,9 @@ from kvstore.control.interface import (
     VerifyProgress,
 )
 from kvstore.departures import DepartureReason
-from kvstore.entry import Entry
+from kvstore.entry import IN_HBM, Entry
 from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.gpus import Gpus
 from kvstore.movement import Movement
 from kvstore.node import Node
 from tiers.errors import CorruptBlock, TierError
@@ -137,6 +138,8 @@ class Administration:
             return await self._flush_dram()
         if tier == "ssd" and self._node.ssd is not None:
             return self._flush_ssd()
+        if tier == "hbm" and self._node.gpus is not None:
+            return self._flush_hbm(self._node.gpus)
         raise InvalidRequest(f"this node has no {tier} tier")
 
     async def _flush_dram(self) -> Removal:
@@ -161,6 +164,11 @@ class Administration:
             self._node.forget_ssd(entry, DepartureReason.ADMIN)
         kept = len(resident) - dropped.blocks - len(leaving)
         return Removal(dropped.blocks + len(leaving), dropped.bytes + _bytes(leaving), kept=kept)
+
+    def _flush_hbm(self, gpus: Gpus) -> Removal:
+        copied = [entry for entry in self._committed() if entry.state & IN_HBM]
+        leaving = [entry for entry in copied if gpus.evict(entry, DepartureReason.ADMIN)]
+        return Removal(len(leaving), _bytes(leaving), kept=len(copied) - len(leaving))
 
     def _committed(self) -> list[Entry]:
         """All committed blocks, every parent before its children: the order of their commits."""
@@ -198,7 +206,11 @@ class Administration:
             return "gone"
         self._node.pin((entry,))
         try:
-            for name, verify in (("ssd", self._verify_ssd), ("dram", self._verify_dram)):
+            for name, verify in (
+                ("ssd", self._verify_ssd),
+                ("dram", self._verify_dram),
+                ("hbm", self._verify_hbm),
+            ):
                 verdict = await verify(entry) if tier in (None, name) else "sound"
                 if verdict == "corrupt" and self._node.holds(entry):
                     self._node.drop(entry, name, DepartureReason.CORRUPT)
@@ -231,6 +243,19 @@ class Administration:
             return "sound"
         view = self._node.dram.view(extent, entry.shard.block_bytes)
         return "sound" if await asyncio.to_thread(crc32c, view) == expected else "corrupt"
+
+    async def _verify_hbm(self, entry: Entry) -> str:
+        """Check the copy on a GPU of a pinned block, where its checksum is known."""
+        expected, gpus = self._node.checksum(entry), self._node.gpus
+        if expected is None or gpus is None or not entry.state & IN_HBM:
+            return "sound"
+        try:
+            found = await asyncio.to_thread(gpus.read, entry)
+        except TierError:
+            return "unreadable"
+        if found is None or await asyncio.to_thread(crc32c, found) == expected:
+            return "sound"
+        return "corrupt"
 
 
 def _bytes(entries: Iterable[Entry]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -165,6 +166,36 @@ class DramSection(Section):
     """Start even where less memory is available than the capacity."""
 
 
+def _numbers(value: object) -> object:
+    """Several numbers as the environment and flags give them: as in a file, or without brackets."""
+    return value.strip().strip("[]").split(",") if isinstance(value, str) else value
+
+
+def _one_or_more(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError("expected one or more different numbers, such as 0,1")
+    return numbers
+
+
+class HbmSection(Section):
+    """The HBM tier: memory of the machine's GPUs."""
+
+    capacity: Size = 0
+    """Bytes of each GPU; 0 turns the tier off. The GPU must have them free at the start."""
+    gpus: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        BeforeValidator(_numbers),
+        AfterValidator(_one_or_more),
+        Field(max_length=16),
+    ] = (0,)
+    """Numbers of the GPUs, as the daemon's process sees them."""
+    segment: Annotated[Size, Field(gt=0)] = 1 << 30
+    """Bytes of one allocation: the largest block, and what one tenant has at least. Unset: an
+    eighth of the capacity, from 64 MiB (or all of it) to 1 GiB."""
+    promote_after: int = Field(default=2, ge=1, le=2)
+    """At which get by a process that computes on a GPU a block is copied there."""
+
+
 class SsdSection(Section):
     """The SSD tier's log."""
 
@@ -253,6 +284,8 @@ class PolicySection(Section):
 
     dram: Literal["lru", "arc", "fifo"] = "lru"
     """Eviction policy of the DRAM tier."""
+    hbm: Literal["lru", "arc", "fifo"] = "lru"
+    """Eviction policy of the HBM tier, for each GPU by itself."""
     low_watermark: Share = 0.85
     """Share of the DRAM capacity down to which demotion works."""
     high_watermark: Share = 0.95
@@ -319,6 +352,7 @@ class Config(Section):
     listen: ListenSection = ListenSection()
     tls: TlsSection = TlsSection()
     dram: DramSection = DramSection()
+    hbm: HbmSection = HbmSection()
     ssd: SsdSection = SsdSection()
     rdma: RdmaSection = RdmaSection()
     cluster: ClusterSection = ClusterSection()
@@ -364,7 +398,7 @@ def _revealed(secret: SecretStr | None) -> str | None:
 def derive(tree: dict[str, object]) -> dict[str, object]:
     """The raw tree with the defaults filled in that follow from other values.
 
-    They are the socket path (in the state directory), and a segment and region no larger than the
+    They are the socket path (in the state directory), and segments and a region no larger than the
     capacities allow. Values that do not parse are left for validation to complain about.
     """
     sections = {name: dict(part) for name, part in tree.items() if isinstance(part, dict)}
@@ -373,6 +407,7 @@ def derive(tree: dict[str, object]) -> dict[str, object]:
     if "unix" not in listen and isinstance(state, (str, Path)):
         listen["unix"] = str(Path(state).expanduser() / "kvstore.sock")
     _derive_size(sections, "dram", "segment", least=64 << 20, most=1 << 30)
+    _derive_size(sections, "hbm", "segment", least=64 << 20, most=1 << 30)
     _derive_size(sections, "ssd", "region", least=PAGE, most=64 << 20)
     return tree | sections
 
@@ -425,6 +460,7 @@ def _space_complaints(config: Config) -> Iterator[Complaint]:
     step = HUGE_PAGE if dram.huge_pages == "require" else PAGE
     if dram.segment % step:
         yield ("dram.segment",), f"must be a multiple of {format_size(step)}"
+    yield from _hbm_complaints(config)
     if not ssd.capacity:
         return
     if ssd.directory is None:
@@ -435,6 +471,24 @@ def _space_complaints(config: Config) -> Iterator[Complaint]:
         yield (
             ("ssd.capacity", "ssd.region"),
             f"{format_size(ssd.capacity)} is less than two regions of {format_size(ssd.region)}",
+        )
+
+
+def _hbm_complaints(config: Config) -> Iterator[Complaint]:
+    hbm = config.hbm
+    if not hbm.capacity:
+        return
+    if hbm.segment % HUGE_PAGE:
+        yield ("hbm.segment", "hbm.capacity"), f"must be a multiple of {format_size(HUGE_PAGE)}"
+    if hbm.capacity < hbm.segment:
+        yield (
+            ("hbm.capacity", "hbm.segment"),
+            f"{format_size(hbm.capacity)} is less than one segment ({format_size(hbm.segment)})",
+        )
+    if config.policy.integrity == "always":
+        yield (
+            ("hbm.capacity", "policy.integrity"),
+            "copies on GPUs can't be verified at every get, so none would ever be used",
         )
 
 

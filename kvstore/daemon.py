@@ -35,10 +35,13 @@ from kvstore.control.server import ControlServer
 from kvstore.control.service import ControlService
 from kvstore.departures import Departures
 from kvstore.draining import Draining
+from kvstore.dram_pins import DramPins
 from kvstore.elsewhere import Elsewhere
 from kvstore.errors import ConfigError, StateLocked
 from kvstore.events import Events
 from kvstore.exposition import MetricsCollector, MetricsServer
+from kvstore.gpus import Gpus
+from kvstore.hbm_promotion import Promotion
 from kvstore.index import Index
 from kvstore.inspection import Inspection
 from kvstore.metrics import Metrics
@@ -52,7 +55,11 @@ from kvstore.units import Address, format_size
 from kvstore.verbs import VerbsDevice
 from tiers import errors as tier_errors
 from tiers.budget import WriteBudget
+from tiers.cuda import CudaDevice
+from tiers.device import Device
 from tiers.dram import DramTier
+from tiers.hbm import HbmTier
+from tiers.policies import make_policy
 from tiers.ssd import SsdTier
 
 _log = structlog.get_logger(__name__)
@@ -69,10 +76,17 @@ class Daemon:
         config: checked already.
         directory: makes the node's view of the pool's directory; by default the one that is
             configured, if any.
+        make_device: makes a GPU by its number, or a stand-in for one.
     """
 
-    def __init__(self, config: Config, directory: MakeDirectory | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: MakeDirectory | None = None,
+        make_device: Callable[[int], Device] = CudaDevice,
+    ) -> None:
         self.config = config
+        self._make_device = make_device
         if directory is None and config.cluster.directory:
             directory = redis_directory(config.cluster)
         self._make_directory = directory
@@ -133,6 +147,8 @@ class Daemon:
             departures=Departures(config.policy.departures),
             metrics=self.metrics,
         )
+        # Before all that may let blocks go at its end: their copies go with them.
+        await self._open_hbm(stack)
         if ssd is not None:
             self._open_movement(stack, ssd)
         self.verbs = VerbsDevice(config.rdma, dram)
@@ -160,6 +176,38 @@ class Daemon:
             huge_pages=section.huge_pages,
             prefault=section.prefault,
         )
+
+    async def _open_hbm(self, stack: contextlib.AsyncExitStack) -> None:
+        section, node = self.config.hbm, self.node
+        if not section.capacity:
+            return
+        tiers: list[HbmTier] = []
+        for number in section.gpus:
+            try:
+                tier = HbmTier(
+                    section.capacity,
+                    device=self._make_device(number),
+                    segment_bytes=min(section.segment, section.capacity),
+                )
+                await asyncio.to_thread(tier.open)
+            except tier_errors.TierError as error:
+                raise ConfigError(f"hbm.capacity: {error} (--hbm)") from error
+            stack.push_async_callback(asyncio.to_thread, tier.close)
+            tiers.append(tier)
+        blocks = max(section.capacity // _SMALLEST_EXPECTED_BLOCK, 1)
+        node.gpus = Gpus(
+            node.index,
+            tiers,
+            [make_policy(self.config.policy.hbm, blocks) for _ in tiers],
+            self.metrics,
+            promote_after=section.promote_after,
+        )
+        pins = DramPins(node.dram, tiers[0])
+        pins.open()
+        stack.push_async_callback(asyncio.to_thread, pins.close)
+        promotion = Promotion(node, node.gpus, pins)
+        promotion.open()
+        stack.push_async_callback(promotion.close)
 
     async def _open_ssd(self, stack: contextlib.AsyncExitStack) -> SsdTier | None:
         section: SsdSection = self.config.ssd
@@ -318,6 +366,9 @@ async def _serve(config: Config, on_ready: Callable[[], object]) -> int:
             node=config.node.name,
             pid=os.getpid(),
             incarnation=daemon.incarnation,
+            hbm=f"{len(config.hbm.gpus)} x {format_size(config.hbm.capacity)}"
+            if config.hbm.capacity
+            else "none",
             dram=format_size(config.dram.capacity),
             ssd=format_size(config.ssd.capacity) if config.ssd.capacity else "none",
             listens=[

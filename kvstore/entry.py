@@ -45,6 +45,7 @@ def _host_code(state: int) -> int:
 
 TIER_CODES: Final = bytes(_tier_code(state) for state in range(256))
 """Translates `Entry.state` to the code of the fastest tier that serves it; 0 if none."""
+_TIER_BITS: Final = (("hbm", IN_HBM), ("dram", IN_DRAM), ("ssd", IN_SSD))
 _HOST_CODES: Final = bytes(_host_code(state) for state in range(256))
 
 
@@ -141,6 +142,11 @@ class Entry(Link):
     def host_code(self) -> int:
         """Likewise of the fastest tier below HBM: what serves a block to those without a GPU."""
         return _HOST_CODES[self.state]
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers in which it has a copy or an extent, fastest first."""
+        return tuple(name for name, bit in _TIER_BITS if self.state & bit)
 
     @property
     def parent_hash(self) -> bytes:

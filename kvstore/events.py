@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kvstore.entry import IN_DRAM, IN_SSD, Entry
+from kvstore.entry import IN_DRAM, IN_HBM, IN_SSD, Entry
 from kvstore.index import Index
 
 MOST_EVENTS: Final = 65_536
@@ -24,7 +24,11 @@ MOST_EVENTS: Final = 65_536
 STEP: Final = 256
 """Events, and blocks of a snapshot, told at once: about a millisecond of the event loop's time."""
 
-_TIERS: Final = IN_DRAM | IN_SSD
+_HOST: Final = IN_DRAM | IN_SSD
+_TIERS: Final = IN_HBM | _HOST
+_SHIFT: Final = 4
+"""By which a change and a block's tiers go into one byte: the bit of HBM follows the others."""
+assert IN_HBM >> _SHIFT == _HOST + 1
 
 
 class Change(IntEnum):
@@ -113,7 +117,7 @@ class Events:
 
     def moved(self, entry: Entry) -> None:
         """See ``kvstore.index.Observer``. A block in no tier is about to be placed or removed."""
-        if entry.state & _TIERS:
+        if entry.state & _HOST:
             self._record(Change.MOVED, entry)
 
     def removed(self, entry: Entry) -> None:
@@ -121,7 +125,7 @@ class Events:
         self._record(Change.REMOVED, entry)
 
     def _record(self, change: int, entry: Entry) -> None:
-        code = change << 2 | entry.state & _TIERS
+        code = change << 3 | (entry.state & IN_HBM) >> _SHIFT | entry.state & _HOST
         if len(self._codes) < self._capacity:
             self._codes.append(code)
             self._entries.append(entry)
@@ -147,8 +151,9 @@ class Events:
 
     def _event(self, place: int) -> Event:
         code = self._codes[place]
-        change = Change(code >> 2)
-        return Event(change, 0 if change is Change.REMOVED else code & _TIERS, self._entries[place])
+        change = Change(code >> 3)
+        tiers = code << _SHIFT & IN_HBM | code & _HOST
+        return Event(change, 0 if change is Change.REMOVED else tiers, self._entries[place])
 
     # --- following -----------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class MetricsCollector(Collector):
             [((tier, str(reason)), count) for (tier, reason), count in seen.evictions.items()],
         )
         ways = ("from", "to")
-        yield _counter("kvstore_demotions", "Blocks copied down.", ways, seen.demotions.items())
+        yield _counter("kvstore_demotions", "Blocks moved down.", ways, seen.demotions.items())
         yield _counter("kvstore_promotions", "Blocks copied up.", ways, seen.promotions.items())
 
     def _holdings(self) -> Iterator[Metric]:
@@ -163,6 +163,13 @@ class MetricsCollector(Collector):
         for tier, occupancy in seen.occupancy.items():
             blocks.add_metric((tier,), occupancy.blocks)
         yield blocks
+        if seen.gpus:
+            gpus = GaugeMetricFamily(
+                "kvstore_gpu_up", "Whether a GPU of the HBM tier is in use.", labels=("gpu",)
+            )
+            for number, up in seen.gpus.items():
+                gpus.add_metric((number,), int(up))
+            yield gpus
         for name, text, value in (
             ("sessions", "Sessions open.", seen.sessions),
             ("pins", "Pins held by sessions and administrators.", seen.pins),
@@ -198,9 +205,12 @@ class MetricsCollector(Collector):
         )
         for one in self._metrics.tenants:
             for tier, held, quota in (
+                ("hbm", one.hbm, None),
                 ("dram", one.dram, one.quota.dram),
                 ("ssd", one.ssd, one.quota.ssd),
             ):
+                if tier == "hbm" and not self._metrics.gpus:
+                    continue
                 used.add_metric((one.name, tier), held)
                 if quota is not None:
                     quotas.add_metric((one.name, tier), quota)

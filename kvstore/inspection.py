@@ -119,6 +119,15 @@ class Inspection(Administration):
         return take(self._node.metrics, self._node.clock(), list(self._tier_reports()))
 
     def _tier_reports(self) -> Iterator[TierReport]:
+        gpus = self._node.gpus
+        if gpus is not None:
+            details = {
+                "policy": self._config.policy.hbm,
+                "GPUs": ", ".join(map(str, self._config.hbm.gpus)),
+            }
+            if failed := gpus.failed():
+                details["out of use"] = ", ".join(str(self._config.hbm.gpus[n]) for n in failed)
+            yield self._tier_report("hbm", gpus.statistics(), details)
         dram = self._node.dram.statistics()
         yield self._tier_report(
             "dram",
@@ -142,6 +151,12 @@ class Inspection(Administration):
     def refresh(self) -> None:
         """Bring the occupancy and the device in the metrics up to date, before they are read."""
         self._node.metrics.rdma = self._verbs.state()
+        if (gpus := self._node.gpus) is not None:
+            failed = gpus.failed()
+            self._node.metrics.gpus = {
+                str(device): number not in failed
+                for number, device in enumerate(self._config.hbm.gpus)
+            }
         self._node.metrics.tenants = tuple(self._node.index.accounts)
         for report in self._tier_reports():
             self._node.metrics.occupancy[report.name] = Occupancy(
@@ -231,15 +246,13 @@ class Inspection(Administration):
     def _page(self, shard: ShardIndex, query: BlockQuery, after: bytes, limit: int) -> list[Entry]:
         if query.tier is None:
             return shard.page(limit, after)
-        held = {"dram": lambda entry: entry.dram, "ssd": lambda entry: entry.ssd}.get(query.tier)
-        if held is None:
-            return []
+        tier = query.tier
         page: list[Entry] = []
         while len(page) < limit:
             some = shard.page(1000, after)
             if not some:
                 break
-            page += [entry for entry in some if held(entry) is not None]
+            page += [entry for entry in some if tier in entry.tiers]
             after = some[-1].hash
         return page[:limit]
 
@@ -259,14 +272,13 @@ class Inspection(Administration):
 
     def _report(self, entry: Entry) -> BlockReport:
         now = self._node.clock()
-        tiers = (("dram", entry.dram), ("ssd", entry.ssd))
         return BlockReport(
             namespace=entry.shard.namespace,
             shard=entry.shard.number,
             hash=entry.hash,
             parent=entry.parent_hash,
             state="committed" if entry.committed else "reserved",
-            tiers=tuple(name for name, extent in tiers if extent is not None),
+            tiers=entry.tiers,
             size=entry.shard.block_bytes,
             children=sum(1 for _ in entry.children()),
             age=now - entry.created,

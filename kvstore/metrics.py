@@ -151,7 +151,7 @@ class Metrics:
     evictions: Counter[tuple[str, DepartureReason]] = field(default_factory=Counter)
     """Extents given up, by tier and reason."""
     demotions: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Blocks copied down, by (from, to)."""
+    """Blocks moved down, by (from, to)."""
     promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Blocks copied up, by (from, to)."""
     errors: Counter[str] = field(default_factory=Counter)
@@ -169,6 +169,8 @@ class Metrics:
     """Filled in by the node's ``refresh`` before a scrape (see ``kvstore.exposition``)."""
     rdma: RdmaState = field(default_factory=RdmaState)
     """Likewise."""
+    gpus: dict[str, bool] = field(default_factory=dict)
+    """Likewise: whether each GPU of the HBM tier is in use, by its number."""
     sessions: int = 0
     """Sessions open now."""
     transports: Counter[str] = field(default_factory=Counter)

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config
 from kvstore.daemon import Daemon
+from tiers.cuda import CudaDevice
+from tiers.device import Device
 
 
 def make_config(directory: Path, **sections: dict[str, Any]) -> Config:
@@ -44,10 +46,16 @@ def make_config(directory: Path, **sections: dict[str, Any]) -> Config:
 
 
 class DaemonThread:
-    """A daemon on an event loop in another thread of this process."""
+    """A daemon on an event loop in another thread of this process.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: of the daemon.
+        make_device: makes its GPUs.
+    """
+
+    def __init__(self, config: Config, make_device: Callable[[int], Device] = CudaDevice) -> None:
         self.config = config
+        self._make_device = make_device
         self.daemon: Daemon
         self.loop: asyncio.AbstractEventLoop
         self._ready = threading.Event()
@@ -88,7 +96,7 @@ class DaemonThread:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.daemon = Daemon(self.config)
+        self.daemon = Daemon(self.config, make_device=self._make_device)
         await self.daemon.open()
         self._ready.set()
         await self._stop.wait()

@@ -180,7 +180,11 @@ def evict(
 def flush(
     tier: Annotated[
         str,
-        typer.Argument(metavar="TIER", help="dram or ssd.", autocompletion=offered("dram", "ssd")),
+        typer.Argument(
+            metavar="TIER",
+            help="hbm, dram or ssd.",
+            autocompletion=offered("hbm", "dram", "ssd"),
+        ),
     ],
     node: NodeName = None,
     as_json: AsJson = False,

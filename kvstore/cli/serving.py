@@ -21,6 +21,8 @@ FLAGS: Final = {
     "listen.control": "--control",
     "listen.metrics": "--metrics",
     "listen.insecure": "--insecure",
+    "hbm.capacity": "--hbm",
+    "hbm.gpus": "--hbm-gpus",
     "dram.capacity": "--dram",
     "ssd.capacity": "--ssd",
     "ssd.directory": "--ssd-directory",
@@ -31,6 +33,8 @@ FLAGS: Final = {
 """The flags that name a key; all others are set with ``--set``."""
 
 _SIZES: Final = (
+    "hbm.capacity",
+    "hbm.segment",
     "dram.capacity",
     "dram.segment",
     "ssd.capacity",
@@ -59,6 +63,14 @@ MetricsListen = Annotated[
 ]
 Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="Allow other networks without a token.")
+]
+Hbm = Annotated[
+    str | None,
+    typer.Option("--hbm", help="HBM capacity of each GPU, such as 40GiB; 0: none."),
+]
+HbmGpus = Annotated[
+    str | None,
+    typer.Option("--hbm-gpus", help="Numbers of the GPUs that have it, such as 0,1."),
 ]
 Dram = Annotated[str | None, typer.Option("--dram", help="DRAM capacity, such as 8GiB.")]
 Ssd = Annotated[str | None, typer.Option("--ssd", help="SSD capacity, such as 200GB; 0: none.")]
@@ -106,6 +118,8 @@ def serve(
     control: ControlListen = None,
     metrics: MetricsListen = None,
     insecure: Insecure = None,
+    hbm: Hbm = None,
+    hbm_gpus: HbmGpus = None,
     dram: Dram = None,
     ssd: Ssd = None,
     ssd_directory: SsdDirectory = None,
@@ -120,8 +134,8 @@ def serve(
     ones win. `kvstore config` prints the outcome.
     """
     given = _named(
-        (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
-        (directory, log_level, log_format),
+        (name, state_directory, unix, tcp, control, metrics, insecure, hbm, hbm_gpus),
+        (dram, ssd, ssd_directory, directory, log_level, log_format),
     )
     effective = _load(config, given, settings or [])
     from kvstore import daemon, logs
@@ -173,6 +187,8 @@ def show_config(
     control: ControlListen = None,
     metrics: MetricsListen = None,
     insecure: Insecure = None,
+    hbm: Hbm = None,
+    hbm_gpus: HbmGpus = None,
     dram: Dram = None,
     ssd: Ssd = None,
     ssd_directory: SsdDirectory = None,
@@ -183,8 +199,8 @@ def show_config(
 ) -> None:
     """Print the configuration that `serve` with the same options would use, and its sources."""
     given = _named(
-        (name, state_directory, unix, tcp, control, metrics, insecure, dram, ssd, ssd_directory),
-        (directory, log_level, log_format),
+        (name, state_directory, unix, tcp, control, metrics, insecure, hbm, hbm_gpus),
+        (dram, ssd, ssd_directory, directory, log_level, log_format),
     )
     effective = _load(config, given, settings or [])
     rows = effective.rows()
@@ -201,6 +217,8 @@ def _shown(key: str, value: object) -> object:
 
     if value is None or value == "":
         return "unset"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and (key in _SIZES or key.startswith("tenants.")):

@@ -11,7 +11,7 @@ from kvstore.control import events_pb2 as pb
 from kvstore.control.arguments import checked_hash
 from kvstore.control.boundary import answering
 from kvstore.control.events_grpc import EventsBase
-from kvstore.entry import IN_DRAM, IN_SSD, ShardIndex
+from kvstore.entry import IN_DRAM, IN_HBM, IN_SSD, ShardIndex
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.events import Batch, Events, Follower, Word
 from kvstore.metrics import Metrics
@@ -23,14 +23,16 @@ MOST_NAMESPACES: Final = 1000
 
 _GATHER_SECONDS: Final = 0.01
 """Wait for more after the first event, so that a burst of puts is a few messages."""
-_TIERS: Final = (
-    (),
-    (pb.TIER_DRAM,),
-    (pb.TIER_SSD,),
-    (pb.TIER_DRAM, pb.TIER_SSD),
-)
+_HOST_TIERS: Final = {
+    0: (),
+    IN_DRAM: (pb.TIER_DRAM,),
+    IN_SSD: (pb.TIER_SSD,),
+    IN_DRAM | IN_SSD: (pb.TIER_DRAM, pb.TIER_SSD),
+}
+_TIERS: Final = _HOST_TIERS | {
+    bits | IN_HBM: (pb.TIER_HBM, *tiers) for bits, tiers in _HOST_TIERS.items()
+}
 """By the bits of an entry's state."""
-assert (IN_DRAM, IN_SSD) == (1, 2)
 
 _log = structlog.get_logger(__name__)
 

@@ -132,6 +132,17 @@ def test_a_node_has_segments_for_several_tenants(capacity: str, segment: int) ->
     assert config.dram.segment == segment << 20
 
 
+def test_gpus_are_numbers(tmp_path: Path) -> None:
+    assert load(environ={}).config.hbm.gpus == (0,)
+    effective = load(environ={"KVSTORE_HBM__CAPACITY": "40GiB"}, flags={"hbm.gpus": "1, 3"})
+    assert effective.config.hbm.gpus == (1, 3)
+    assert effective.config.hbm.segment == 1 << 30
+    file = tmp_path / "kvstore.toml"
+    file.write_text('[hbm]\ncapacity = "100MiB"\ngpus = [2, 0]\n')
+    hbm = load(file, environ={}).config.hbm
+    assert (hbm.gpus, hbm.segment) == ((2, 0), 64 << 20)
+
+
 def test_defaults_agree_with_what_is_derived() -> None:
     config = load(environ={}).config
     derived = load(environ={"KVSTORE_DRAM__CAPACITY": str(config.dram.capacity)}).config
@@ -154,6 +165,23 @@ def test_defaults_agree_with_what_is_derived() -> None:
         (
             {"KVSTORE_DRAM__SEGMENT": "3MiB", "KVSTORE_DRAM__HUGE_PAGES": "require"},
             r"^dram.segment: must be a multiple of 2 MiB",
+        ),
+        ({"KVSTORE_HBM__GPUS": "0,0"}, r"^hbm.gpus: expected one or more different.*HBM__GPUS"),
+        ({"KVSTORE_HBM__GPUS": "first"}, r"^hbm.gpus: "),
+        ({"KVSTORE_HBM__GPUS": "-1"}, r"^hbm.gpus: "),
+        ({"KVSTORE_HBM__GPUS": ",".join(map(str, range(17)))}, r"^hbm.gpus: "),
+        ({"KVSTORE_HBM__PROMOTE_AFTER": "3"}, r"^hbm.promote_after: "),
+        (
+            {"KVSTORE_HBM__CAPACITY": "1GiB", "KVSTORE_HBM__SEGMENT": "1MiB"},
+            r"^hbm.segment: must be a multiple of 2 MiB",
+        ),
+        (
+            {"KVSTORE_HBM__CAPACITY": "1GiB", "KVSTORE_HBM__SEGMENT": "2GiB"},
+            r"^hbm.capacity: 1 GiB is less than one segment",
+        ),
+        (
+            {"KVSTORE_HBM__CAPACITY": "1GiB", "KVSTORE_POLICY__INTEGRITY": "always"},
+            r"^hbm.capacity: copies on GPUs can't be verified.*policy.integrity from",
         ),
         ({"KVSTORE_SSD__CAPACITY": "1GiB"}, r"^ssd.directory: an SSD tier needs a directory"),
         (

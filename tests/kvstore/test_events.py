@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.control.block_map import BatchMissing, BlockMap, EventBatch, Position
 from kvstore.control.event_client import decode_batch
 from kvstore.control.event_service import EventService
-from kvstore.entry import IN_DRAM, IN_SSD, Entry, ShardIndex
+from kvstore.entry import IN_DRAM, IN_HBM, IN_SSD, Entry, ShardIndex
 from kvstore.events import STEP, Batch, Change, Events, Follower, Word
 from kvstore.identity import ROOT_PARENT, Namespace
 from kvstore.index import Index, TierName
@@ -26,7 +26,7 @@ Held: TypeAlias = dict[tuple[bytes, int, bytes], tuple[str, ...]]
 
 
 def tiers_of(entry: Entry) -> tuple[str, ...]:
-    bits = (("dram", IN_DRAM), ("ssd", IN_SSD))
+    bits = (("hbm", IN_HBM), ("dram", IN_DRAM), ("ssd", IN_SSD))
     return tuple(name for name, bit in bits if entry.state & bit)
 
 
@@ -147,6 +147,14 @@ class EventMachine(RuleBasedStateMachine):
         entry = self.pick(data, dram=tier == "ssd", ssd=tier == "dram")
         if entry is not None:
             self.index.place(entry, tier, 1)
+
+    @rule(data=st.data(), dram=st.booleans(), ssd=st.booleans())
+    def come_to_a_gpu_or_leave_it(self, data: st.DataObject, dram: bool, ssd: bool) -> None:
+        entry = self.pick(data, dram, ssd)
+        if entry is not None and entry.state & IN_HBM:
+            self.index.remove_copy(entry)
+        elif entry is not None:
+            self.index.add_copy(entry)
 
     @rule(data=st.data(), tier=st.sampled_from(["dram", "ssd"]))
     def leave_a_tier(self, data: st.DataObject, tier: TierName) -> None:

@@ -300,9 +300,9 @@ class PagedMemory:
     def _check_ids(self, block_ids: Sequence[int], buffers: int) -> None:
         if len(block_ids) != buffers:
             raise InvalidRequest(f"{len(block_ids)} blocks need as many buffers, not {buffers}")
-        for block in block_ids:
-            if not 0 <= block < self.blocks:
-                raise InvalidRequest(f"block {block} is not one of {self.blocks}")
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.blocks):
+            wrong = next(block for block in block_ids if not 0 <= block < self.blocks)
+            raise InvalidRequest(f"block {wrong} is not one of {self.blocks}")
 
 
 def _without_the_cpu(

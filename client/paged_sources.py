@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -60,18 +60,17 @@ def parted(blocks: Sequence[Source], block_ids: Sequence[int], length: int) -> S
     Raises:
         NamespaceMismatch: a block has another size.
     """
-    host: list[memoryview] = []
-    near: list[GpuView] = []
+    near = [block for block in blocks if isinstance(block, GpuView)]
+    _check_lengths({view.length for view in near}, length)
+    if len(near) == len(blocks):
+        return Sources(Arrays([]), [], near, block_ids)
+    host = [flat_bytes(block) for block in blocks if not isinstance(block, GpuView)]
+    if not near:
+        return Sources(arrays_of(host, length), block_ids, [], [])
     ids: list[int] = []
     near_ids: list[int] = []
     for block, number in zip(blocks, block_ids, strict=True):
-        if isinstance(block, GpuView):
-            near.append(block)
-            near_ids.append(number)
-        else:
-            host.append(flat_bytes(block))
-            ids.append(number)
-    _check_lengths(near, length)
+        (near_ids if isinstance(block, GpuView) else ids).append(number)
     return Sources(arrays_of(host, length), ids, near, near_ids)
 
 
@@ -85,11 +84,10 @@ def arrays_of(buffers: Sequence[memoryview], length: int) -> Arrays:
     Raises:
         NamespaceMismatch: a buffer has another size.
     """
-    _check_lengths(buffers, length)
+    _check_lengths(set(map(len, buffers)), length)
     return Arrays(buffers)
 
 
-def _check_lengths(buffers: Sequence[Source], length: int) -> None:
-    for buffer in buffers:
-        if len(buffer) != length:
-            raise NamespaceMismatch(f"a buffer has {len(buffer)} bytes, {length} are needed")
+def _check_lengths(found: Set[int], length: int) -> None:
+    for other in found - {length}:
+        raise NamespaceMismatch(f"a buffer has {other} bytes, {length} are needed")

@@ -198,7 +198,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             engine=f"vllm {vllm.__version__}",
         )
         rank = get_tensor_model_parallel_rank()
-        client = client_of(self.settings, namespace, rank // alike)
+        client = client_of(self.settings, namespace, rank // alike, gpu=memory.gpu)
         self._handshake = Handshake(namespace.describe())
         saver = rank % alike == 0
         link = link_of(self.settings, client)

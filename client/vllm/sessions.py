@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 
 from client.blocking import Client
 from client.connect import prepare
@@ -10,22 +12,30 @@ from client.endpoint import Endpoint
 from client.vllm.link import Link
 from client.vllm.scheduler import Node
 from client.vllm.settings import Settings
+from kvstore.errors import ConfigError
 from kvstore.identity import Namespace
 
+logger = logging.getLogger("kvstore.client.vllm")
 
-def client_of(settings: Settings, namespace: Namespace, shard: int = 0) -> Client:
+
+def client_of(
+    settings: Settings, namespace: Namespace, shard: int = 0, *, gpu: int | None = None
+) -> Client:
     """A client that opens its session later.
 
     Args:
         settings: of the connector.
         namespace: of the blocks.
         shard: which part of each block.
+        gpu: number of the GPU that takes blocks from where they lie on one; where CUDA doesn't let
+            it, they come from the node's DRAM.
 
     Raises:
         ConfigError: the transport can't be had at that address.
         InvalidRequest: the namespace has no such shard.
     """
-    return prepare(
+    prepared = partial(
+        prepare,
         settings.url,
         namespace,
         shard=shard,
@@ -36,6 +46,12 @@ def client_of(settings: Settings, namespace: Namespace, shard: int = 0) -> Clien
         certificate=settings.certificate,
         key=settings.key,
     )
+    if gpu is not None:
+        try:
+            return prepared(gpu=gpu)
+        except ConfigError as error:
+            logger.warning("no blocks are taken from the node's GPUs: %s", error)
+    return prepared()
 
 
 def link_of(settings: Settings, client: Client) -> Link:

@@ -3,25 +3,28 @@
     python -m benchmarks.gpu.copies
 
 16,384 tokens in blocks of 16, 32 layers of 8 KV heads of 128 in bf16: 1,024 blocks of 2 MiB, one
-after the other in the arena, as a put of a long prompt leaves them, or at random places. Each limit
-is measured in the same run; figures are medians.
+after the other in the arena, as a put of a long prompt leaves them, or at random places; or in
+memory of the GPU. Loads layer by layer are measured in both ways. Each limit is measured in the
+same run; figures are medians, rates in GB/s.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.figures import Figures, figures
 from client.paged import PagedMemory
 from client.pinning import pinned_segments
+from rdma.gpu_segments import GpuView
 from rdma.segments import SegmentMap
 from rdma.transport import SEGMENT_SHIFT
 
@@ -31,6 +34,8 @@ SHAPE: Final = (2, 16, 8, 128)
 SEGMENT: Final = 256 << 20
 SEGMENTS: Final = 12
 TURNS: Final = 9
+BY_ENGINE: Final = "by the copy engine"
+WAYS: Final = ("by a kernel", BY_ENGINE)
 
 
 def arena() -> tuple[SegmentMap, float]:
@@ -114,43 +119,75 @@ def beside(step: Callable[[], None], work: Callable[[], object]) -> tuple[float,
     return statistics.median(taken), done[0]
 
 
-def measure() -> dict[str, Any]:
+def measure(found: Figures) -> None:
     """All figures: rates in GB/s, times in ms."""
     torch.cuda.init()
     pinned_segments()
     mapped, registering = arena()
+    found.note("register_seconds_a_gib", registering)
     pool = [
         torch.empty((2 * BLOCKS, *SHAPE), dtype=torch.bfloat16, device="cuda")
         for _ in range(LAYERS)
     ]
     memory = PagedMemory.of({str(n): one for n, one in enumerate(pool)}, 2 * BLOCKS, 16)
     size = memory.layout.block_bytes
-    total = size * BLOCKS
+    found.note("block_bytes", size)
     ids = np.random.default_rng(3).permutation(2 * BLOCKS)[:BLOCKS].tolist()
     buffers = places(mapped, size, scattered=False)
-    scattered = places(mapped, size, scattered=True)
+    rates(memory, ids, buffers, places(mapped, size, scattered=True), found)
+    for way in WAYS:
+        with layers_by(memory, way):
+            first_layer(memory, ids, buffers, way, found)
+    beside_a_model(memory, ids, buffers, found)
+
+
+def rates(
+    memory: PagedMemory,
+    ids: list[int],
+    buffers: list[memoryview],
+    scattered: list[memoryview],
+    found: Figures,
+) -> None:
+    """Rates with nothing beside them, and their limits."""
+    size = memory.layout.block_bytes
+    total = size * BLOCKS
     host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
     near, other = (torch.empty(total, dtype=torch.uint8, device="cuda") for _ in range(2))
-
-    def rate(work: Callable[[], object]) -> float:
-        return total / seconds(work) / 1e9
-
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "block_bytes": size,
-        "blocks": BLOCKS,
-        "register_seconds_a_gib": registering,
-        "pinned copy to the device": rate(lambda: near.copy_(host, non_blocking=True)),
-        "load": rate(lambda: memory.scatter(buffers, ids)),
-        "load, scattered": rate(lambda: memory.scatter(scattered, ids)),
-        "load by layers": rate(lambda: memory.load_layers(buffers, ids).finish()),
-        "pinned copy from the device": rate(lambda: host.copy_(near, non_blocking=True)),
-        "save": rate(lambda: memory.gather(ids, buffers)),
-        "save, scattered": rate(lambda: memory.gather(ids, scattered)),
-        "copy on the device": rate(lambda: other.copy_(near)),
+    on_gpu = [GpuView(near.data_ptr() + at * size, size) for at in range(BLOCKS)]
+    mixed = np.random.default_rng(5).permutation(BLOCKS).tolist()
+    works: dict[str, Callable[[], object]] = {
+        "pinned copy to the device": lambda: near.copy_(host, non_blocking=True),
+        "load": lambda: memory.scatter(buffers, ids),
+        "load, scattered": lambda: memory.scatter(scattered, ids),
+        "pinned copy from the device": lambda: host.copy_(near, non_blocking=True),
+        "save": lambda: memory.gather(ids, buffers),
+        "save, scattered": lambda: memory.gather(ids, scattered),
+        "copy on the device": lambda: other.copy_(near),
+        "load from a GPU": lambda: memory.scatter(on_gpu, ids),
+        "load from a GPU, scattered": lambda: memory.scatter([on_gpu[at] for at in mixed], ids),
+        "load from a GPU, not waited for": lambda: memory.load_layers(on_gpu, ids),
     }
+    for name, work in works.items():
+        found.note(name, total / seconds(work) / 1e9)
+    for way in WAYS:
+        with layers_by(memory, way):
+            took = seconds(lambda: memory.load_layers(buffers, ids).finish())
+            found.note(f"load by layers, {way}", total / took / 1e9)
 
+
+@contextmanager
+def layers_by(memory: PagedMemory, way: str) -> Iterator[None]:
+    """Have layers loaded in one of the two ways."""
+    copies = cast("Any", memory._copies)
+    copies.by_engine = way == BY_ENGINE
+    yield
+    copies.by_engine = False
+
+
+def first_layer(
+    memory: PagedMemory, ids: list[int], buffers: list[memoryview], way: str, found: Figures
+) -> None:
+    """When the first layer is there, and how long the host takes to ask for all."""
     taken: list[float] = []
     queued = []
     for _ in range(TURNS):
@@ -161,36 +198,41 @@ def measure() -> dict[str, Any]:
         loading._events[0].synchronize()
         taken.append(time.perf_counter() - began)
         loading.finish()
-    found["first layer ms"] = statistics.median(taken) * 1e3
-    found["queueing all layers ms"] = statistics.median(queued) * 1e3
+    found.note(f"first layer ms, {way}", statistics.median(taken) * 1e3)
+    found.note(f"queueing all layers ms, {way}", statistics.median(queued) * 1e3)
+
+
+def beside_a_model(
+    memory: PagedMemory, ids: list[int], buffers: list[memoryview], found: Figures
+) -> None:
+    """How much longer a model takes while copies go on."""
 
     def save_some() -> None:
         time.sleep(0.018)
         memory.gather(ids[:64], buffers[:64])
 
+    def load_layers() -> None:
+        memory.load_layers(buffers, ids).finish()
+
     step = model_step()
     alone, _ = beside(step, lambda: time.sleep(0.01))
-    beside_it: dict[str, Callable[[], None]] = {
-        "save": lambda: memory.gather(ids, buffers),
-        "load": lambda: memory.scatter(buffers, ids),
-        "save of 64 blocks each 20 ms": save_some,
+    works: dict[str, tuple[str, Callable[[], None]]] = {
+        "save": (WAYS[0], lambda: memory.gather(ids, buffers)),
+        "load": (WAYS[0], lambda: memory.scatter(buffers, ids)),
+        "save of 64 blocks each 20 ms": (WAYS[0], save_some),
     }
-    for name, work in beside_it.items():
-        slow, times = beside(step, work)
-        found[f"model beside {name}"] = slow / alone
-        found[f"{name}: times"] = times
-    return found
+    works |= {f"load by layers, {way}": (way, load_layers) for way in WAYS}
+    for name, (way, work) in works.items():
+        with layers_by(memory, way):
+            slow, times = beside(step, work)
+        found.note(f"model beside {name}", slow / alone)
+        found.note(f"{name}: times", times)
 
 
 def main() -> None:
     """Print the figures, and write them where ``$OUT`` says."""
-    found = measure()
-    for name, value in found.items():
-        print(f"{name:40} {value:10.3f}" if isinstance(value, float) else f"{name:40} {value}")
-    out = os.environ.get("OUT")
-    if out:
-        with open(os.path.join(out, "copies.json"), "w") as file:
-            json.dump(found, file, indent=1)
+    with figures("copies") as found:
+        measure(found)
 
 
 if __name__ == "__main__":

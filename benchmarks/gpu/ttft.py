@@ -1,4 +1,4 @@
-"""Time to the first token with a prefix in a node's DRAM, and without; and what saving costs.
+"""Time to the first token with a prefix in a node's DRAM or HBM, and without; what saving costs.
 
     python -m benchmarks.gpu.ttft [--tiny]
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import os
 import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,13 +27,18 @@ import torch
 from transformers import DynamicCache
 
 import kvstore
+from benchmarks.gpu.figures import Figures, figures
 from benchmarks.gpu.model import LLAMA_8B, TINY, Shape, logits, made, synchronize, tokens
+from benchmarks.gpu.tiers import settle, wait_for_hbm
 from benchmarks.node import node
 from client import transformers_attention
+from client.blocking import Client
 from client.transformers_memory import KVMemory
 from client.transformers_paged import PagedBlocks, PagedPrefixCache
 
 SHARED: Final = 0.95
+BY_ENGINE: Final = "DRAM, by the copy engine"
+OTHER_WAYS: Final = (BY_ENGINE, "HBM")
 TURNS: Final = 5
 
 
@@ -45,6 +49,7 @@ class Sizes:
     Attributes:
         lengths: of the prompts.
         arena: bytes of the node's DRAM.
+        hbm: bytes of its HBM, where there is a GPU.
         fill: prompts that touch all of it once.
         each: tokens of a prompt in the measurement of saving.
         decode: tokens that follow each of these.
@@ -53,30 +58,33 @@ class Sizes:
 
     lengths: tuple[int, ...] = (8_192, 16_384, 32_768)
     arena: int = 12 << 30
+    hbm: int = 8 << 30
     fill: int = 13
     each: int = 8_192
     decode: int = 16
     prompts: int = 6
 
 
-SMALL: Final = Sizes((256, 512), 64 << 20, 2, 128, 4, 3)
+SMALL: Final = Sizes((256, 512), 64 << 20, 0, 2, 128, 4, 3)
 
 
 @dataclass(slots=True)
 class Bench:
-    """A model, a store, and all that was found."""
+    """A model, a store, and all that was found.
+
+    ``near`` is a client that takes blocks from the node's GPU; the store's own doesn't.
+    """
 
     shape: Shape
     sizes: Sizes
     model: Any
     store: PagedPrefixCache
-    found: dict[str, Any]
+    near: Client
+    found: Figures
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a figure and print it: what comes after may take too long."""
-        self.found[name] = value
-        shown = f"{value:10.3f}" if isinstance(value, float) else value
-        print(f"{name:58} {shown}", flush=True)
+        """Keep a figure and print it."""
+        self.found.note(name, value)
 
     def recomputed(self, ids: Any) -> float:
         """Seconds to the first token, everything computed."""
@@ -112,16 +120,12 @@ class Bench:
         """Wait until all is saved and registered."""
         with self.store._freed:
             self.store._freed.wait_for(lambda: not self.store._saving, 60)
-        if self.shape.device == "cuda":
-            from client.pinning import pinned_segments
-
-            assert pinned_segments().wait(60)
+        settle()
 
 
 @contextmanager
-def bench(shape: Shape, sizes: Sizes) -> Iterator[Bench]:
+def bench(shape: Shape, sizes: Sizes, found: Figures) -> Iterator[Bench]:
     """Start a node and make a model."""
-    found: dict[str, Any] = {"torch": torch.__version__}
     began = time.perf_counter()
     model = made(shape)
     synchronize(shape.device)
@@ -129,15 +133,17 @@ def bench(shape: Shape, sizes: Sizes) -> Iterator[Bench]:
     memory = KVMemory(model, longest)
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         # A virtual machine may have more memory once it is asked for it.
-        values = {"dram__capacity": sizes.arena, "dram__overcommit": True}
+        values: dict[str, object] = {"dram__capacity": sizes.arena, "dram__overcommit": True}
+        values |= {"hbm__capacity": sizes.hbm} if memory.gpu is not None else {}
         with node(Path(directory), **values) as running:
             namespace = memory.namespace("benchmark")
             with (
                 kvstore.connect(running.unix, namespace, deadline=20.0) as client,
+                kvstore.connect(running.unix, namespace, deadline=20.0, gpu=memory.gpu) as near,
                 PagedPrefixCache(client, model, memory, background=True) as store,
             ):
                 made_in = time.perf_counter() - began
-                self = Bench(shape, sizes, model, store, found)
+                self = Bench(shape, sizes, model, store, near, found)
                 self.note("model and node are up, s", made_in)
                 self.note("transport", str(client.stats().transport))
                 yield self
@@ -196,9 +202,31 @@ def ttft(self: Bench, length: int) -> None:
     with one_kernel():
         hit = statistics.median([self.reused(ids) for ids in prompts * 2][TURNS:])
         self.note(f"{name}: from DRAM, attention by one kernel, ms", hit * 1e3)
-    _parts(self, name, prompts)
+    _parts(self, f"{name} from DRAM", prompts)
+    for source in OTHER_WAYS if self.store.memory.gpu is not None else ():
+        with loaded_by(self, source, kvstore.prefix_hashes(prefix[0].numpy(), 16)):
+            hit = statistics.median([self.reused(ids) for ids in prompts * 2][TURNS:])
+            self.note(f"{name}, again: {SHARED:.0%} from {source}, ms", hit * 1e3)
+            self.note(f"{name}, again: times faster from {source}", whole / hit)
+            _parts(self, f"{name} from {source}", prompts)
     _generated(self, name, prompts)
     _same(self, name, prompts[0], kept)
+
+
+@contextmanager
+def loaded_by(self: Bench, source: str, names: Sequence[bytes]) -> Iterator[None]:
+    """Have hits loaded from another tier or in another way."""
+    store, copies = self.store, self.store.memory.paged._copies
+    with ExitStack() as undo:
+        if source == BY_ENGINE:
+            copies.by_engine = True  # type: ignore[attr-defined]
+            undo.callback(setattr, copies, "by_engine", False)
+        else:
+            undo.callback(setattr, store, "client", store.client)
+            store.client = self.near
+            promoted = wait_for_hbm(self.near, names)
+            self.note(f"{len(names)} blocks are copied to HBM after, ms", promoted * 1e3)
+        yield
 
 
 def _copied(cache: Any, count: int) -> list[tuple[Any, Any]]:
@@ -346,16 +374,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     shape, sizes = (TINY, SMALL) if options.tiny else (LLAMA_8B, Sizes())
-    with bench(shape, sizes) as running, torch.inference_mode():
-        try:
-            first_use(running)
-            for length in reversed(sizes.lengths):
-                ttft(running, length)
-            saving(running)
-            rate_of_saving(running)
-        finally:
-            if out := os.environ.get("OUT"):
-                Path(out, "ttft.json").write_text(json.dumps(running.found, indent=1))
+    with (
+        figures("ttft") as found,
+        bench(shape, sizes, found) as running,
+        torch.inference_mode(),
+    ):
+        first_use(running)
+        for length in reversed(sizes.lengths):
+            ttft(running, length)
+        saving(running)
+        rate_of_saving(running)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ HOT_BLOCK: Final = 4 << 20
 
 _LOCAL = frozenset({Scene.LOCAL})
 _MOONCAKE_CLIENT = {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}
+_LMCACHE = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 _HOT_CACHE = {
     "MC_STORE_LOCAL_HOT_CACHE_USE_SHM": "1",
     # With the first get, where the default waits for more of them.
@@ -91,6 +92,45 @@ def mooncake_ssd(place: Place) -> Iterator[Setup]:
             python,
             setup.pids,
         )
+
+
+@contextmanager
+def lmcache_cpu(place: Place) -> Iterator[Setup]:
+    """Nothing: the client's process holds the blocks itself."""
+    with loopback() as prefix:
+        yield Setup({"mode": "cpu"}, _LMCACHE, prefix, _python(place, "lmcache"))
+
+
+@contextmanager
+def lmcache_disk(place: Place) -> Iterator[Setup]:
+    """Nothing but a directory."""
+    path = place.directory / "lmcache"
+    path.mkdir()
+    # Clients give each other's files no room.
+    settings = {"mode": "disk", "path": str(path), "disk": str(place.disk)}
+    with loopback() as prefix:
+        yield Setup(settings, _LMCACHE, prefix, _python(place, "lmcache"))
+
+
+@contextmanager
+def lmcache_server(place: Place) -> Iterator[Setup]:
+    """The server of ``lm://``."""
+    python = _python(place, "lmcache")
+    log = place.directory / "server.log"
+    with loopback() as prefix:
+        command = [
+            *prefix,
+            python,
+            "-m",
+            "lmcache.v1.server",
+            "127.0.0.1",
+            str(LMCACHE_PORT),
+            "cpu",
+        ]
+        with server(command, log, LMCACHE_PORT, _LMCACHE) as pid:
+            url = f"lm://127.0.0.1:{LMCACHE_PORT}"
+            settings = {"mode": "server", "url": url, "server_pid": str(pid)}
+            yield Setup(settings, _LMCACHE, prefix, python, {"server": pid})
 
 
 @contextmanager
@@ -222,6 +262,34 @@ PEERS: Final = (
         mooncake_ssd,
         "SSD offload by io_uring and O_DIRECT, heartbeat every second, buckets of 64 MiB; a put "
         "that finds no room is tried again, and returns once the block is in memory",
+    ),
+    Contender(
+        "lmcache-cpu",
+        "LMCache, in process",
+        "lmcache",
+        "peer",
+        frozenset({Scene.LOCAL, Scene.VIEWS}),
+        lmcache_cpu,
+        "the storage manager of its engines in the client's own process: no other can see a block",
+    ),
+    Contender(
+        "lmcache-disk",
+        "LMCache, local disk",
+        "lmcache",
+        "peer",
+        frozenset({Scene.DISK}),
+        lmcache_disk,
+        "in the client's own process, one O_DIRECT file a block; a put ends when it is written",
+    ),
+    Contender(
+        "lmcache-server",
+        "LMCache, lm:// server",
+        "lmcache",
+        "peer",
+        frozenset({Scene.TCP}),
+        lmcache_server,
+        "one connection; the server never removes a block: past its capacity the client writes "
+        "over the oldest of its own",
     ),
     Contender(
         "nixl-ucx",

@@ -9,6 +9,7 @@
 #   make bench       the speed table, as ratios measured in the same run
 #   make bench-pool  the same of two nodes and a Redis
 #   make bench-vllm  the same of the connector in real vLLM engines, beside its peers
+#   make bench-peers  the same work on this store, Mooncake, Redis, LMCache and NIXL, in turns
 #   make format proto                          rewrite files in place
 
 SHELL := /bin/bash
@@ -19,11 +20,12 @@ PYTHON_ := $(VENV)/bin/python
 READY := $(VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+PEERS_VENVS ?= .venv-peers
 
-.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-pool bench-rdma bench-vllm clean
+.PHONY: help setup demo test test-rdma test-vllm lint format types contracts proto proto-check wheel-check bench bench-pool bench-rdma bench-vllm bench-peers clean
 
 help:
-	@sed -n '3,13s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '3,14s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
@@ -94,6 +96,16 @@ bench-rdma: $(READY)
 bench-vllm: $(READY) $(VLLM_READY)
 	@scripts/setup-vllm-peers $(VLLM_VENV)
 	$(PYTHON_) -m benchmarks.vllm --vllm $(VLLM_VENV) $(BENCH)
+
+# Every store in its own environment. About 25 minutes; each row is written when it is complete.
+bench-peers: $(READY)
+	@lacks=(); \
+	command -v redis-server >/dev/null || lacks+=(redis-server); \
+	command -v fio >/dev/null || lacks+=(fio); \
+	[ $${#lacks[@]} -eq 0 ] || RUNLEVEL=1 scripts/apt-install "$${lacks[@]}" || \
+	echo "bench-peers: not installed: $${lacks[*]}: the rows will say so"
+	@scripts/setup-peers $(PEERS_VENVS)
+	$(PYTHON_) -m benchmarks.peers --environments $(PEERS_VENVS) $(BENCH)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .guest

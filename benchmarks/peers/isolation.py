@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -123,17 +124,19 @@ def running(
         end_group(process)
 
 
-def first_line(process: subprocess.Popen[bytes], log: Path, start: bytes) -> bytes:
-    """The first line that a process with ``output=subprocess.PIPE`` prints with this start.
+def first_line(process: subprocess.Popen[bytes], log: Path) -> bytes:
+    """The first line that a process with ``output=subprocess.PIPE`` prints.
 
     Raises:
-        PeerFailed: it ended without.
+        PeerFailed: it ended without, or printed nothing in time.
     """
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return line
-    raise PeerFailed(f"it ended: {last_error(log)}")
+    if not select.select([process.stdout], [], [], START)[0]:
+        raise PeerFailed(f"it says nothing in {START:.0f} s: {last_error(log)}")
+    line = process.stdout.readline()
+    if not line:
+        raise PeerFailed(f"it ended: {last_error(log)}")
+    return line
 
 
 def _hold(command: Sequence[str]) -> subprocess.Popen[str]:

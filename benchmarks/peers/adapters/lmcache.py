@@ -123,10 +123,12 @@ class Adapter(adapter.Adapter):
     def view(self, keys: Sequence[bytes], size: int) -> Iterator[Sequence[memoryview | None]]:
         """The manager's memory itself, held by its count of references."""
         items = self._held(keys)
-        yield [None if item is None else item.byte_array for item in items]
-        for item in items:
-            if item is not None:
-                item.ref_count_down()
+        try:
+            yield [None if item is None else item.byte_array for item in items]
+        finally:
+            for item in items:
+                if item is not None:
+                    item.ref_count_down()
 
     def remove_all(self) -> None:
         """Not of a server's: it knows no way, and names are used again instead."""

@@ -122,11 +122,14 @@ class Adapter(adapter.Adapter):
         """Buffers of the hot cache; what isn't there yet the store copies to a buffer."""
         handles = self._store.batch_get_buffer([key.hex() for key in keys])
         views = [None if handle is None else memoryview(handle).cast("B") for handle in handles]
-        yield views
-        del handles
-        for each in views:
-            if each is not None:
-                each.release()
+        try:
+            yield views
+        finally:
+            # The last reference to a buffer gives it back to the store.
+            del handles
+            for each in views:
+                if each is not None:
+                    each.release()
 
     def remove_all(self) -> None:
         """Also what a get has leased a moment ago."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvstore.protocol.messages import (
 )
 from rdma.transport import split_place
 from tests.kvstore.peer import BLOCK, NAMESPACE, Peer, content
+from tests.kvstore.test_process_watch import pidfds
 from tests.kvstore.watched import Watched, chain
 from tests.running import make_config, wait_for
 from tests.shared_gpu import SharedDevice, SharedMapper, name_of, read
@@ -125,11 +125,11 @@ def test_a_session_that_says_nothing_is_remembered(peer: Peer, daemon: Watched) 
 
 def test_a_session_that_mapped_nothing_is_forgotten(peer: Peer, daemon: Watched) -> None:
     assert peer.ask(Get(HASHES, device=True))[0].tiers == bytes([HBM]) * 4
-    before = len(os.listdir("/proc/self/fd"))
+    assert pidfds() == 1
     peer.sock.close()
     wait_for(lambda: not daemon.daemon.server.sessions())
     assert departing(daemon) == daemon.daemon.node.metrics.pins == 0
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert pidfds() == 0
 
 
 @pytest.mark.parametrize("number", [1 << 16, 5, 7 << 16, 0xF_FFFF])

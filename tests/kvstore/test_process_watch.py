@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -23,6 +24,15 @@ sock.recv(1)
 sock.close()
 sys.stdin.read()
 """
+
+
+def pidfds() -> int:
+    """How many processes this one watches."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += "pidfd" in os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 @pytest.fixture(params=["pidfd of the socket", "pid of the socket"])
@@ -64,13 +74,13 @@ async def test_nobody_is_told_after_close(
     peer: tuple[socket.socket, subprocess.Popen[bytes]],
 ) -> None:
     sock, child = peer
-    before = len(os.listdir("/proc/self/fd"))
     watch = ProcessWatch.of_peer(sock)
     assert watch is not None
+    assert pidfds() == 1
     watch.when_over(lambda: pytest.fail("told"))
     watch.close()
     watch.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert pidfds() == 0
     child.kill()
     child.wait()
     await asyncio.sleep(0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from client.transformers_paged import PagedPrefixCache
     from kvstore.errors import KVStoreError
     from kvstore.identity import ROOT_PARENT, ExtraKey, ExtraKind, Namespace, prefix_hashes
+    from rdma.gpu_segments import GpuView
 
 __all__ = [
     "ROOT_PARENT",
@@ -36,6 +37,7 @@ __all__ = [
     "ExtraKey",
     "ExtraKind",
     "GetResult",
+    "GpuView",
     "HeadMajorLayout",
     "KVMemory",
     "KVStoreError",
@@ -61,6 +63,7 @@ _HOMES: Final = {
     "ExtraKey": "kvstore.identity",
     "ExtraKind": "kvstore.identity",
     "GetResult": "client.results",
+    "GpuView": "rdma.gpu_segments",
     "HeadMajorLayout": "client.layout",
     "KVMemory": "client.transformers_memory",
     "KVStoreError": "kvstore.errors",

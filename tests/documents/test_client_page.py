@@ -17,7 +17,7 @@ URL = "unix:///var/lib/kvstore/kvstore.sock"
 def test_examples_of_the_page_hold_together(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     bodies = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(bodies) == 9
+    assert len(bodies) == 10
     with DaemonThread(make_config(tmp_path)) as daemon:
         names: dict[str, Any] = {}
         for body in bodies:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ class Report:
 def as_markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     """The whole page."""
     parts = ["# Beside the peers", _about(about), "## Goals", goals_table(rows)]
-    for group, members in groupby(rows, key=lambda row: row.group):
-        own = list(members)
+    for group in dict.fromkeys(row.group for row in rows):
+        own = [row for row in rows if row.group == group]
         parts.append(f"## {group}")
         for figure in _figures(own):
             info = FIGURES[figure]

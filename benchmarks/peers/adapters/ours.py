@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import kvstore
 from benchmarks.node import namespace
 from benchmarks.peers import adapter
+from client.results import GetResult, PutResult
 from kvstore.errors import ParentAbsent
 from kvstore.identity import ROOT_PARENT
 
 DEADLINE = 30.0
+
+Result = TypeVar("Result", GetResult, PutResult)
 
 
 class Adapter(adapter.Adapter):
@@ -49,15 +53,16 @@ class Adapter(adapter.Adapter):
             result = self._client.put(keys, blocks, parent=before[-1] if before else ROOT_PARENT)
         except ParentAbsent:
             return 0
+        _answered(result)
         return result.stored + result.held
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """One call."""
-        return self._client.get(keys, into).found
+        return _answered(self._client.get(keys, into)).found
 
     def exists(self, keys: Sequence[bytes]) -> int:
         """One call."""
-        return self._client.exists(keys).found
+        return _answered(self._client.exists(keys)).found
 
     def view(
         self, keys: Sequence[bytes], size: int
@@ -70,3 +75,14 @@ class Adapter(adapter.Adapter):
         lines = Path(f"/proc/{self._pid}/status").read_text().splitlines()
         found = next(line for line in lines if line.startswith("RssAnon:"))
         return int(found.split()[1]) << 10
+
+
+def _answered(result: Result) -> Result:
+    """Not a miss because the node is gone: a row with a reason must come of that.
+
+    Raises:
+        RuntimeError: the node has not answered.
+    """
+    if result.failure is not None:
+        raise RuntimeError(f"the node has not answered: {result.failure}")
+    return result

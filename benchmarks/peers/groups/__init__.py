@@ -11,7 +11,6 @@ GROUPS: Mapping[str, Measure] = {
     "local": moves.local,
     "tcp": moves.tcp,
     "views": moves.views,
-    "exists": moves.exists,
     "clients": clients.clients,
     "eviction": churn.eviction,
     "trace": churn.trace,

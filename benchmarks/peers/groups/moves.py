@@ -8,29 +8,30 @@ from typing import Any, Final
 from benchmarks.peers.contender import GIB, Scene
 from benchmarks.peers.player import Player
 from benchmarks.peers.row import Goal, Row
-from benchmarks.peers.run import Options, all_open, on_stage, take_turns
+from benchmarks.peers.run import Options, able, all_open, on_stage, take_turns
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 COUNTS: Final = (1, 32)
 LOOKED_UP: Final = (256, 2048)
-CAPACITY: Final = 2 * GIB
+CAPACITY: Final = GIB
+"""Of each store: a dozen of them are up at once."""
 KEPT: Final = 256 * MIB
 """Bytes that gets go through before they come back: more than the processor's caches hold."""
-TURN: Final = 0.25
+TURN: Final = 0.2
 """Seconds of timed calls in one turn."""
 QUICK: Final = 0.5
 """Below this scale memory is not met once before the turns that count."""
 
 
 def local(options: Options) -> Iterator[Row]:
-    """Copying, on one host, by whatever is fastest there."""
+    """Copying, and looking up, on one host, by whatever is fastest there."""
     return _copying(options, Scene.LOCAL)
 
 
 def tcp(options: Options) -> Iterator[Row]:
-    """Copying, over TCP between processes."""
+    """Copying, and looking up, over TCP between processes."""
     return _copying(options, Scene.TCP)
 
 
@@ -44,26 +45,6 @@ def views(options: Options) -> Iterator[Row]:
                     goals = [Goal("p50", 2.0 if (size, count) == (MIB, 32) else 1.0), Goal("p99")]
                     row = _row("views", "view", size, count, goals)
                     yield take_turns(options, playing, row, "view", _turn(options, count))
-
-
-def exists(options: Options) -> Iterator[Row]:
-    """Which of many blocks are held."""
-    for scene in (Scene.LOCAL, Scene.TCP):
-        name = f"exists-{scene}"
-        with on_stage(options, options.among(scene), name, CAPACITY) as playing:
-            playing = [each for each in playing if each.contender.kind != "limit"]
-            with all_open(playing, 64 * KIB):
-                _keep(options, playing, 64 * KIB, least=max(LOOKED_UP) * 64 * KIB)
-                for count in LOOKED_UP:
-                    times = 3.0 if count == 256 else 1.0
-                    row = Row(
-                        "exists",
-                        f"exists/{scene}/{count}",
-                        f"existence of {count} keys in one call, {scene}",
-                        [Goal("p50", times), Goal("p99", times)],
-                        labels={"work": "exists", "scene": str(scene), "count": count},
-                    )
-                    yield take_turns(options, playing, row, "exists", _turn(options, count))
 
 
 def _copying(options: Options, scene: Scene) -> Iterator[Row]:
@@ -80,6 +61,21 @@ def _copying(options: Options, scene: Scene) -> Iterator[Row]:
                 for count in COUNTS:
                     row = _row(scene, "get", size, count, _goals(scene, size, count))
                     yield take_turns(options, playing, row, "get", _turn(options, count))
+                if size == SIZES[0]:
+                    yield from _looking_up(options, playing, scene)
+
+
+def _looking_up(options: Options, playing: Sequence[Player], scene: Scene) -> Iterator[Row]:
+    for count in LOOKED_UP:
+        times = 3.0 if count == 256 else 1.0
+        row = Row(
+            "exists",
+            f"exists/{scene}/{count}",
+            f"existence of {count} keys in one call, {scene}",
+            [Goal("p50", times), Goal("p99", times)],
+            labels={"work": "exists", "count": count},
+        )
+        yield take_turns(options, able(playing, "exists"), row, "exists", _turn(options, count))
 
 
 def _goals(scene: Scene, size: int, count: int) -> Sequence[Goal]:
@@ -110,7 +106,7 @@ def _turn(options: Options, count: int) -> dict[str, Any]:
     return {"count": count, "seconds": options.scaled(TURN), "bytes": CAPACITY // 2}
 
 
-def _keep(options: Options, playing: Sequence[Player], size: int, least: int = 0) -> None:
-    amount = max(round(options.scaled(KEPT)), least, 32 * size)
+def _keep(options: Options, playing: Sequence[Player], size: int) -> None:
+    amount = max(round(options.scaled(KEPT)), max(LOOKED_UP) * SIZES[0], max(COUNTS) * size)
     for each in playing:
         each.prepare("keep", {"bytes": amount, "name": f"kept {size}"})

@@ -15,7 +15,7 @@ from client.paged_layers import Group, Span
 from client.paged_runs import WORDS, batches, runs_of
 from client.pinning import Addresses, PinnedSegments
 
-_MOST_SHAPES: Final = 256
+_MOST_SHAPES: Final = 4096
 """Ranges of layers whose tables are kept on the device."""
 
 
@@ -46,6 +46,9 @@ class Kernels:
         self.device = device
         self._groups = groups
         self._launches: dict[tuple[tuple[Span, ...], int], list[Launch]] = {}
+        self._making = torch.cuda.Stream(device)
+        self._lock = threading.Lock()
+        self._used: set[Any] = set()
 
     def part(self, addresses: Addresses, block_ids: Sequence[int], stream: Any) -> Part:
         """Bring the places of blocks to the device, on a stream."""
@@ -76,22 +79,32 @@ class Kernels:
             to_tensors: the direction.
             programs: how many programs share the work; 0 for as many as there is work for.
         """
-        with self.torch.cuda.stream(stream):
-            for launch in self._launches_of(covered, alignment):
+        name = (tuple(covered), alignment)
+        with self._lock, self.torch.cuda.stream(stream):
+            launches = self._launches.get(name)
+            if launches is None:
+                launches = self._make(name)
+            self._used.add(stream)
+            for launch in launches:
                 launch(
                     part.buffers, part.blocks, part.count, to_tensors=to_tensors, programs=programs
                 )
 
-    def _launches_of(self, covered: Sequence[Span], alignment: int) -> list[Launch]:
-        name = (tuple(covered), alignment)
-        made = self._launches.get(name)
-        if made is None:
+    def _make(self, name: tuple[tuple[Span, ...], int]) -> list[Launch]:
+        """Bring the tables of a range of layers to the device.
+
+        That is waited for, so that any stream can use them; on a stream with nothing else to do,
+        because others may be waiting for the engine.
+        """
+        covered, alignment = name
+        cut = batches(runs_of(self._groups, covered), alignment)
+        with self.torch.cuda.stream(self._making):
             if len(self._launches) >= _MOST_SHAPES:
+                for stream in self._used:  # their tables must not go before they have been used
+                    stream.synchronize()
                 self._launches.clear()
-            cut = batches(runs_of(self._groups, covered), alignment)
             made = [Launch(self.torch, self.device, batch) for batch in cut]
-            # Their tables are used on other streams from now on.
-            self.torch.cuda.current_stream(self.device).synchronize()
+            self._making.synchronize()
             self._launches[name] = made
         return made
 

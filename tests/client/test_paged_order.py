@@ -20,7 +20,7 @@ from client.pinning import PinnedSegments
 from kvstore.errors import InvalidRequest, NamespaceMismatch
 from rdma.gpu_segments import GpuView
 from rdma.region import address_of
-from tests.client.cuda_stand_in import Gpu, cuda_copies
+from tests.client.cuda_stand_in import Event, Gpu, cuda_copies
 from tests.client.test_paged import Engine, moves, storage_of, torch
 from tests.client.test_pinning import Registrar
 
@@ -154,6 +154,24 @@ def test_layers_come_behind_the_mark_and_before_their_model(
     here = ENGINE.tensors()
     ENGINE.memory(here).scatter(cut(data, size), ids)
     assert all(same(got, here[name]) for got, name in zip(seen, names, strict=True))
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_the_host_waits_for_nothing_even_at_the_first_time(
+    made: Callable[..., Bench], by_engine: bool
+) -> None:
+    bench = made(ENGINE, 1, by_engine, 1100)
+    size = bench.memory.layout.block_bytes
+    blocks, data = bench.blocks(1, size, ["registered"] * 6 + ["gpu"] * 2)
+    engine = Event(bench.gpu)
+    bench.gpu.current.wait_event(engine)
+    loading = bench.memory.load_layers(blocks, range(8), after=bench.memory.mark())
+    assert not loading.done
+    engine.set()
+    loading.finish()
+    here = ENGINE.tensors()
+    ENGINE.memory(here).scatter(cut(data, size), range(8))
+    assert equal(bench.tensors, here)
 
 
 @IN_ORDER

@@ -25,6 +25,8 @@ class Adapter(ABC):
 
     zero_copy: bool = False
     """Whether ``view`` works."""
+    blocks_apart: bool = False
+    """Whether ``memory`` leaves out the blocks, because they lie in other memory than the keys."""
 
     @abstractmethod
     def open(self, settings: Mapping[str, str]) -> None:

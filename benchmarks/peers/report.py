@@ -150,7 +150,7 @@ def _cell(entry: Entry | None, figure: str) -> str:
 
 def _figures(rows: Sequence[Row]) -> list[str]:
     turns = [turn for row in rows for each in row.entries for turn in each.turns]
-    wanted = {goal.figure for row in rows for goal in row.goals}
+    wanted = {goal.figure for row in rows for goal in row.goals} | {"hits"}
     return [name for name in FIGURES if name in wanted and any(name in turn for turn in turns)]
 
 

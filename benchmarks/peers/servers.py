@@ -85,6 +85,7 @@ PEERS: Final = (
         frozenset({Scene.LOCAL, Scene.VIEWS}),
         lmcache.in_process,
         "the storage manager of its engines in the client's own process: no other can see a block",
+        frozenset({"share"}),
     ),
     Contender(
         "lmcache-disk",

@@ -42,7 +42,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
         monkeypatch.setattr(module, "GIB", memory)
     monkeypatch.setattr(footprint, "GIB", 64 * MIB)
     monkeypatch.setattr(clients, "CAPACITY", 64 * MIB)
-    monkeypatch.setattr(clients, "OWN", 8 * MIB)
+    monkeypatch.setattr(clients, "KEPT", 8 * MIB)
     monkeypatch.setattr(disk, "SETTLE", 0.1)
     monkeypatch.setattr(disk, "COLD", False)
     trace = tmp_path / "trace.jsonl"
@@ -68,10 +68,22 @@ def check(row: Row, *figures: str, spoilt: str = "wrong bytes") -> None:
 
 def test_many_clients(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "CLIENTS", (1, 3))
-    rows = list(clients.clients(options))
-    assert [row.key for row in rows] == ["clients/1", "clients/3"]
-    for row in rows:
-        check(row, "rate", "p50", "p99")
+    alone, together = clients.clients(options)
+    assert (alone.key, together.key) == ("clients/1", "clients/3")
+    check(alone, "rate", "p50", "p99")
+    found = {each.contender.key: each for each in together.entries}
+    assert (found["ours-shm"].failure, len(found["ours-shm"].turns)) == ("", 1)
+    # One that keeps blocks in the client's own process does not see what others put.
+    assert "KeyError" in found["well"].failure
+
+
+def test_who_can_share_nothing_has_one_client(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "CLIENTS", (1, 2))
+    private = replace(scripted(""), lacks=frozenset({"share"}))
+    rows = clients.clients(replace(options, contenders=(private,)))
+    assert [len(row.entries) for row in rows] == [1, 0]
 
 
 def test_outcomes_of_clients_are_put_together() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import adapter
-from benchmarks.peers.payload import Payload
+from benchmarks.peers.payload import Payload, named_chain
 from benchmarks.peers.run import figures_of
 from benchmarks.peers.subject import Outcome, Subject
 from benchmarks.peers.works import WORKS
@@ -26,6 +26,7 @@ class Store(adapter.Adapter):
     """Blocks in memory, room for so many; the one used longest ago goes first."""
 
     zero_copy = True
+    blocks_apart = True
 
     def __init__(self, room: int = 64) -> None:
         self.blocks: OrderedDict[bytes, bytes] = OrderedDict()
@@ -225,12 +226,13 @@ def test_long_requests_go_in_parts(trace: str, monkeypatch: pytest.MonkeyPatch) 
 # --- many clients, the first hit, keys ----------------------------------------------------------
 
 
-def test_clients_get_their_own_blocks_and_put_now_and_then() -> None:
+def test_clients_get_what_others_put_and_put_now_and_then() -> None:
     store = Store(room=10_000)
     ones, others = subject(store), subject(store)
     for number, each in enumerate((ones, others)):
-        settled = run(each, "settle", name=f"2 {number}", bytes=16 * BLOCK, count=8)
-        assert settled.lacking == 0
+        names = {"name": f"2 {number}", "wanted": f"2 {1 - number}"}
+        settled = run(each, "settle", bytes=16 * BLOCK, count=8, **names)
+        assert (settled.items, settled.lacking) == (16, 0)
     assert len(store.blocks) == 32
     store.calls.clear()
     outcome = run(ones, "mingle", count=8, puts=4, seconds=0.02)
@@ -240,7 +242,8 @@ def test_clients_get_their_own_blocks_and_put_now_and_then() -> None:
     assert outcome.items == 8 * len(outcome.samples) == 8 * (len(store.calls) - 1)
     assert outcome.seconds >= 0.02
     store.calls.clear()
-    for key in list(store.blocks):
+    # What the first one put is what the second one gets.
+    for key in [key for number in range(2) for key in named_chain(f"2 0 {number}", 8)]:
         spoil(store, key)
     outcome = run(others, "mingle", count=8, puts=0, seconds=0.01)
     assert {name for name, _ in store.calls} == {"get"}
@@ -263,6 +266,9 @@ def test_keys_cost_what_the_store_has_grown_by() -> None:
     outcome = run(on, "keys", count=100)
     assert (outcome.items, len(store.blocks)) == (128, 128)
     assert outcome.figures == {"bytes": 100_000_000.0}
+    store.blocks_apart, store.keys_take = False, 300
+    on = subject(store)
+    assert run(on, "keys", count=100).figures == {"bytes": 44_000_000.0}
     store.keys_take = 0
     with pytest.raises(RuntimeError, match="does not say"):
         run(on, "keys", count=100)

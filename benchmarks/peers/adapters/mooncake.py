@@ -41,6 +41,8 @@ _PAGE: Final = 4096
 class Adapter(adapter.Adapter):
     """One client of a Mooncake master."""
 
+    blocks_apart = True
+
     def __init__(self) -> None:
         self._store = MooncakeDistributedStore()
         self._memory: list[mmap.mmap] = []

@@ -26,6 +26,7 @@ class Adapter(adapter.Adapter):
     """
 
     zero_copy = True
+    blocks_apart = True
 
     def open(self, settings: Mapping[str, str]) -> None:
         """Connect; the session is there when this returns."""

@@ -17,8 +17,9 @@ CLIENTS: Final = (1, 4, 16)
 BLOCK: Final = 256 << 10
 COUNT: Final = 8
 CAPACITY: Final = 1 << 30
-OWN: Final = 256 << 20
+KEPT: Final = 256 << 20
 """What all clients together get from, so that it stays in memory whatever else is put."""
+MOST_ROUNDS: Final = 3
 PUTS: Final = 8
 """One call in so many stores new blocks."""
 SECONDS: Final = 3.0
@@ -42,12 +43,16 @@ def _row(options: Options, playing: Sequence[Player], clients: int) -> Row:
         f"every {PUTS}th call a put",
         (Goal("rate"), Goal("p99")),
         labels={"work": "clients", "block_bytes": BLOCK, "count": clients},
-        note="rate is that of all clients together, p99 that of a single call",
+        note="each gets what another one has put; rate is that of all together, p99 of one call",
     )
     with ExitStack() as stack:
-        crowds = [stack.enter_context(_Crowd(each, clients)) for each in able(playing, "mingle")]
+        crowds = [
+            stack.enter_context(_Crowd(each, clients))
+            for each in able(playing, "mingle")
+            if clients == 1 or "share" not in each.contender.lacks
+        ]
         row.entries = [crowd.entry for crowd in crowds]
-        for turn in range(options.rounds + 1):
+        for turn in range(min(options.rounds, MOST_ROUNDS) + 1):
             first = turn % len(crowds) if crowds else 0
             for crowd in crowds[first:] + crowds[:first]:
                 crowd.take_turn(options.scaled(SECONDS), counts=turn > 0)
@@ -79,9 +84,7 @@ class _Crowd:
                 self._workers[-1].begin(do="open", settings=self._settings())
             self._finish()
             for number, worker in enumerate(self._workers):
-                parameters = {"name": f"{self.clients} {number}", "count": COUNT}
-                parameters |= {"bytes": OWN // self.clients}
-                worker.order(do="run", work="settle", parameters=parameters)
+                figures_of(worker.order(do="run", work="settle", parameters=self._part(number)))
         except PeerFailed as error:
             self.entry.failure = str(error)
         return self
@@ -110,6 +113,15 @@ class _Crowd:
             return
         if counts:
             self.entry.turns.append(figures)
+
+    def _part(self, number: int) -> dict[str, Any]:
+        """What one client puts, and that it gets what its neighbour has put."""
+        return {
+            "name": f"{self.clients} {number}",
+            "wanted": f"{self.clients} {(number + 1) % self.clients}",
+            "count": COUNT,
+            "bytes": KEPT // self.clients,
+        }
 
     def _settings(self) -> dict[str, str]:
         """Each client's; one that holds blocks itself holds its part of them."""

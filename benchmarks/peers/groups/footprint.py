@@ -75,7 +75,7 @@ def keys(options: Options) -> Iterator[Row]:
             "memory for a million keys",
             (Goal("bytes"),),
             labels={"work": "keys", "block_bytes": SMALL},
-            note=f"growth by {count:,} blocks of {SMALL} bytes, which are part of it where a store "
-            "keeps blocks and keys in one memory",
+            note=f"growth by {count:,} blocks of {SMALL} bytes, less the blocks where a store "
+            "keeps them in the same memory",
         )
         yield take_turns(few, able(playing, "keys"), row, "keys", {"count": count})

@@ -16,23 +16,27 @@ _clock = time.perf_counter
 
 
 def settle(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
-    """Put ``bytes`` of blocks under this client's own ``name``, which it gets later."""
+    """Put ``bytes`` of blocks under ``name``, and get those under ``wanted`` in all later turns."""
     outcome, count = Outcome(), int(parameters["count"])
     calls = max(1, int(parameters["bytes"]) // (count * subject.size))
-    chains = [named_chain(f"{parameters['name']} {number}", count) for number in range(calls)]
-    for keys in chains:
+
+    def chains(name: str) -> list[Sequence[bytes]]:
+        return [named_chain(f"{name} {number}", count) for number in range(calls)]
+
+    for keys in chains(parameters["name"]):
         blocks = subject.sources(count)
         subject.payload.stamp(keys, blocks)
         outcome.lacking += count - subject.adapter.put(keys, blocks)
+        outcome.items += count
     subject.destinations(count)
-    subject.kept["own chains"] = cycle(chains)
+    subject.kept["wanted"] = cycle(chains(parameters["wanted"]))
     return outcome
 
 
 def mingle(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
-    """Get own blocks, ``count`` a call, and put new ones at every ``puts``th call, for ``seconds``.
+    """Get wanted blocks, ``count`` a call, and put new ones at every ``puts``th call.
 
-    These are seconds on the wall: all clients begin and end together. ``puts`` 0 is never.
+    It lasts for ``seconds`` on the wall: all clients begin and end together. ``puts`` 0 is never.
     """
     outcome, count, puts = Outcome(), int(parameters["count"]), int(parameters["puts"])
     end = _clock() + float(parameters["seconds"])
@@ -60,7 +64,7 @@ def _put(subject: Subject, count: int, outcome: Outcome) -> None:
 
 def _get(subject: Subject, outcome: Outcome, *, whole: bool) -> int:
     """Get the next chain; return how many of its blocks were wrong."""
-    keys: Sequence[bytes] = next(subject.kept["own chains"])
+    keys: Sequence[bytes] = next(subject.kept["wanted"])
     into = subject.destinations(len(keys))
     subject.payload.wipe(into)
     began = _clock()

@@ -14,7 +14,7 @@ MILLION: Final = 1_000_000
 def keys(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
     """Put ``count`` blocks as small as they get, and see how the store's memory has grown.
 
-    The figure is ``bytes``, of a million keys.
+    The figure is ``bytes``, of a million keys without their blocks.
 
     Raises:
         RuntimeError: the store doesn't say what it takes.
@@ -30,5 +30,6 @@ def keys(subject: Subject, parameters: Mapping[str, Any]) -> Outcome:
         outcome.lacking += POSITIONS - adapter.put(chain, blocks)
         outcome.items += POSITIONS
     stored = max(1, outcome.items - outcome.lacking)
-    outcome.figures["bytes"] = max(0, adapter.memory() - before) * MILLION / stored
+    payload = 0 if adapter.blocks_apart else stored * subject.size
+    outcome.figures["bytes"] = max(0, adapter.memory() - before - payload) * MILLION / stored
     return outcome

@@ -31,15 +31,18 @@ def status(remote: Remote, *, as_json: bool) -> None:
         if as_json:
             print_json({"pool": whole, "nodes": parts(answers), "failed": pool.failed})
         else:
-            console().print(_status_table(answers))
+            console().print(status_table(answers))
             console().print(_total_table(whole))
         end(pool.failed, as_json=as_json)
 
     ask_pool(remote, question)
 
 
-def _status_table(answers: Sequence[Answer[NodeStatus]]) -> object:
+def status_table(answers: Sequence[Answer[NodeStatus]]) -> object:
+    """A row for each node, with its HBM where any node has some."""
     rows = []
+    # Most pools have no GPUs, and most terminals no room to say so.
+    with_hbm = any(tier.name == "hbm" for answer in answers for tier in answer.value.tiers)
     for answer in answers:
         found = answer.value
         full = {tier.name: share(tier.used, tier.capacity) for tier in found.tiers}
@@ -52,6 +55,7 @@ def _status_table(answers: Sequence[Answer[NodeStatus]]) -> object:
                 found.version,
                 found.sessions,
                 found.blocks,
+                *((full.get("hbm", "-"),) if with_hbm else ()),
                 full.get("dram", "-"),
                 full.get("ssd", "-"),
                 found.pins,
@@ -59,8 +63,8 @@ def _status_table(answers: Sequence[Answer[NodeStatus]]) -> object:
             )
         )
     columns = (
-        "NODE", ">NUMBER", "STATE", ">UP", "VERSION", ">SESSIONS", ">BLOCKS", ">DRAM FULL",
-        ">SSD FULL", ">PINS", ">RESERVED",
+        "NODE", ">NUMBER", "STATE", ">UP", "VERSION", ">SESSIONS", ">BLOCKS",
+        *((">HBM FULL",) if with_hbm else ()), ">DRAM FULL", ">SSD FULL", ">PINS", ">RESERVED",
     )  # fmt: skip
     return table(columns, rows, spare=("RESERVED", "PINS", "VERSION", "NUMBER", "UP"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.control.interface import BlockName, BlockQuery
+from kvstore.cli import output
+from kvstore.cli.pool_totals import status_table
+from kvstore.control.interface import BlockName, BlockQuery, NodeStatus
+from kvstore.control.pool_views import Answer
 from kvstore.daemon import Daemon
 from kvstore.entry import IN_HBM, Entry
 from kvstore.errors import ConfigError
 from kvstore.gpus import Gpus
 from kvstore.protocol.messages import DRAM, HBM, Exists, Get
 from tests.kvstore.peer import BLOCK, NAMESPACE, Peer, content
+from tests.kvstore.test_pool_views import member
 from tests.kvstore.watched import Operator, Watched, chain, connected
 from tests.running import DaemonThread, make_config, wait_for
 from tests.tiers.cpu_device import CpuDevice
@@ -91,6 +96,24 @@ def test_operators_see_the_tier(daemon: Watched, peer: Peer) -> None:
     assert found.tiers == ("hbm",) * 4 + ("dram",) * 4
     (account,) = daemon.daemon.node.index.accounts
     assert account.hbm == 4 * BLOCK
+
+
+def test_a_pool_shows_the_tier_where_a_node_has_it(
+    daemon: Watched, peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = Operator(daemon).status()
+    other = dataclasses.replace(status, name="other", tiers=status.tiers[1:])
+
+    def shown(*of: NodeStatus) -> str:
+        answers = [Answer(member(number), one) for number, one in enumerate(of)]
+        output.console().print(status_table(answers))
+        return capsys.readouterr().out
+
+    both = shown(status, other).splitlines()
+    assert "HBM FULL" in both[1]
+    (row,) = [line for line in both if "other" in line.split()]
+    assert "-" in row.split()
+    assert "HBM" not in shown(other)
 
 
 def scraped(daemon: Watched) -> str:

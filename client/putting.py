@@ -27,7 +27,7 @@ WRITE_BYTES: Final = 8 << 20
 STAGED_AHEAD: Final = 2
 """Requests whose staging memory is in use while a source writes that of the next."""
 
-_SEQUENCES: Final = frozenset((list, tuple, np.ndarray))
+_SEQUENCES: Final = (list, tuple, np.ndarray)
 
 
 class Filled(NamedTuple):
@@ -167,7 +167,7 @@ def filling_of(namespace: Namespace, hashes: Sequence[bytes], blocks: PutBlocks)
     if len(blocks) != len(hashes):
         raise InvalidRequest(f"{len(hashes)} hashes need as many blocks, not {len(blocks)}")
     # The usual ones first: asking whether something has the methods of a source takes 20 µs.
-    if type(blocks) not in _SEQUENCES and isinstance(blocks, BlockSource):
+    if not isinstance(blocks, _SEQUENCES) and isinstance(blocks, BlockSource):
         return SourceFilling(blocks)
     size = namespace.block_bytes
     for block in blocks:

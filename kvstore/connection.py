@@ -5,7 +5,8 @@ request id that is in use, leaves no way to go on: the peer is told, and the con
 
 What a client could still touch is freed only when it has closed its end. Where the node has to end
 a session of the ``shm`` transport itself, its memory therefore lingers until the client is gone
-too.
+too. And where the client is dying, until it is dead: the kernel closes its socket before its GPU
+has stopped to copy from and to that memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.metrics import Metrics
 from kvstore.node import Node
+from kvstore.process_watch import ProcessWatch, pid_of_peer
 from kvstore.protocol.frames import (
     Broken,
     Closed,
@@ -129,6 +131,8 @@ class Connection:
         self._landing: Incoming | None = None
         self._waiting: dict[int, asyncio.Task[Reply]] = {}
         self._lingering: socket.socket | None = None
+        self._dying: ProcessWatch | None = None
+        self._pid = pid_of_peer(sock)
         self._refusing = False
         self._failed = False
         self._timer = self._loop.call_later(HELLO_SECONDS, self._too_slow)
@@ -156,7 +160,7 @@ class Connection:
         """End the connection at once, whatever is under way, and free what it holds."""
         self._failed = True
         self._stream.close()
-        self._end()
+        self._end(at_once=True)
 
     # --- incoming ------------------------------------------------------------------------------
 
@@ -356,7 +360,7 @@ class Connection:
         if ended:
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, at_once: bool = False) -> None:
         self._timer.cancel()
         if self._lingering is not None:
             self._loop.remove_reader(self._lingering.fileno())
@@ -365,6 +369,16 @@ class Connection:
         for task in list(self._waiting.values()):
             task.cancel()
         self._waiting.clear()
+        if self._dying is None and self.session is not None and self.session.holds_memory:
+            self._dying = ProcessWatch.of_dying(self._pid)
+            if self._dying is not None:
+                self._dying.when_over(self._free)
+        if self._dying is None or at_once:
+            self._free()
+
+    def _free(self) -> None:
+        if self._dying is not None:
+            self._dying.close()
         if self.session is not None:
             self.session.close()
         if self._named:

@@ -18,6 +18,10 @@ from typing import Final
 _SO_PEERPIDFD: Final = 77
 """Linux 6.5 and later; this Python has no name for it."""
 _CREDENTIALS: Final = struct.Struct("3i")
+_FLAGS: Final = 6
+"""Which field of ``/proc/PID/stat``, after the name, has the kernel's flags of the process."""
+_PF_EXITING: Final = 4
+"""The flag that is set before a dying process's files are closed."""
 
 
 class ProcessWatch:
@@ -41,6 +45,16 @@ class ProcessWatch:
         """
         pidfd = _pidfd_of_peer(sock)
         return None if pidfd is None else cls(pidfd)
+
+    @classmethod
+    def of_dying(cls, pid: int) -> ProcessWatch | None:
+        """A watch on a process that is on its way out; None where it lives, is gone or unseen."""
+        if not _is_dying(pid):
+            return None
+        try:
+            return cls(os.pidfd_open(pid))
+        except OSError:
+            return None
 
     def done(self) -> bool:
         """Whether the process was seen to be gone, after ``when_over`` was called."""
@@ -67,13 +81,31 @@ class ProcessWatch:
             os.close(pidfd)
 
 
+def pid_of_peer(sock: socket.socket) -> int:
+    """The process that connected a Unix socket; 0 where it can't be seen, or for another socket."""
+    try:
+        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return 0
+    pid: int = _CREDENTIALS.unpack(told)[0] if len(told) == _CREDENTIALS.size else 0
+    return pid
+
+
 def _pidfd_of_peer(sock: socket.socket) -> int | None:
     with suppress(OSError):
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    # Should the number be another process's by now, the wait is only too long.
+    pid = pid_of_peer(sock)
     try:
-        # Should the number be another process's by now, the wait is only too long.
-        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = _CREDENTIALS.unpack(told)[0]
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
         return None
+
+
+def _is_dying(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return bool(int(fields[_FLAGS]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return False

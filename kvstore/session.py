@@ -151,6 +151,12 @@ class Session:
         return bool(self._reservations)
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether the client may be reading or writing memory that it shares with the node."""
+        shared = self.transport.name == "shm"
+        return shared and bool(self._leases or self._reservations)
+
+    @property
     def reading_gpu(self) -> bool:
         """Whether the client may be reading blocks on a GPU."""
         return self._gpu is not None and self._gpu.reading

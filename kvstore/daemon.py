@@ -181,19 +181,7 @@ class Daemon:
         section, node = self.config.hbm, self.node
         if not section.capacity:
             return
-        tiers: list[HbmTier] = []
-        for number in section.gpus:
-            try:
-                tier = HbmTier(
-                    section.capacity,
-                    device=self._make_device(number),
-                    segment_bytes=min(section.segment, section.capacity),
-                )
-                await asyncio.to_thread(tier.open)
-            except tier_errors.TierError as error:
-                raise ConfigError(f"hbm.capacity: {error} (--hbm)") from error
-            stack.push_async_callback(asyncio.to_thread, tier.close)
-            tiers.append(tier)
+        tiers = [await self._open_gpu(stack, number) for number in section.gpus]
         blocks = max(section.capacity // _SMALLEST_EXPECTED_BLOCK, 1)
         node.gpus = Gpus(
             node.index,
@@ -208,6 +196,20 @@ class Daemon:
         promotion = Promotion(node, node.gpus, pins)
         promotion.open()
         stack.push_async_callback(promotion.close)
+
+    async def _open_gpu(self, stack: contextlib.AsyncExitStack, number: int) -> HbmTier:
+        section = self.config.hbm
+        try:
+            tier = HbmTier(
+                section.capacity,
+                device=self._make_device(number),
+                segment_bytes=min(section.segment, section.capacity),
+            )
+            await asyncio.to_thread(tier.open)
+        except tier_errors.TierError as error:
+            raise ConfigError(f"hbm.capacity: {error} (--hbm)") from error
+        stack.push_async_callback(asyncio.to_thread, tier.close)
+        return tier
 
     async def _open_ssd(self, stack: contextlib.AsyncExitStack) -> SsdTier | None:
         section: SsdSection = self.config.ssd

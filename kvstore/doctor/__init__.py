@@ -7,7 +7,7 @@ cannot be found out is a finding too.
 from collections.abc import Iterable, Iterator
 
 from kvstore.config import Config
-from kvstore.doctor import machine, memory, rdma
+from kvstore.doctor import hbm, machine, memory, rdma
 from kvstore.doctor.facts import gather
 from kvstore.doctor.finding import Finding, State
 from kvstore.doctor.memory import check_capacity
@@ -37,5 +37,6 @@ def examine(config: Config) -> list[Finding]:
         machine.check_extras(),
         rdma.check_rdma(config.rdma, facts),
         rdma.check_gpu_memory(facts),
+        hbm.check_hbm(config.hbm),
     )
     return [finding for check in checks for finding in check]

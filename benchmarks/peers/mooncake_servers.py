@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,13 +13,14 @@ from benchmarks.peers.environments import interpreter
 from benchmarks.peers.isolation import loopback, server
 
 MASTER_PORT: Final = 50051
-CLIENT_PORT: Final = 50052
+CLIENT_PORT: Final = 50071
 _METRICS_PORT: Final = 9003
+"""Those of the first of several; nobody else is in the same network."""
 LEASE: Final = 500
 """Milliseconds for which what was read or written a moment ago can't be evicted. With Mooncake's
 own 10 s a full segment refuses every put for as long: a fifth of the rate of puts to its SSD."""
-HOT_BLOCK: Final = 4 << 20
-"""Bytes that each block takes in the hot cache: as many as the largest of any row."""
+HOT_BLOCKS: Final = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+"""Bytes of the blocks that there is a hot cache for."""
 _CLIENT = {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 _HOT_CACHE = {
     "MC_STORE_LOCAL_HOT_CACHE_USE_SHM": "1",
@@ -37,26 +39,37 @@ def in_process(place: Place) -> Iterator[Setup]:
 @contextmanager
 def over_tcp(place: Place) -> Iterator[Setup]:
     """A master, and a process that holds the blocks and is reached over TCP."""
-    with _store(place, {}) as (python, prefix, pid):
-        yield _setup("tcp", python, prefix, pid)
+    with loopback() as prefix, _store(place, prefix, {}) as (python, master, _):
+        yield _setup("tcp", python, prefix, master)
 
 
 @contextmanager
 def shared_memory(place: Place) -> Iterator[Setup]:
     """A master, and a process that holds the blocks and shares memory with the client."""
-    with _store(place, {}) as (python, prefix, pid):
-        yield _setup("dummy", python, prefix, pid)
+    with loopback() as prefix, _store(place, prefix, {}) as (python, master, address):
+        setup = _setup("dummy", python, prefix, master)
+        yield replace(setup, settings=dict(setup.settings) | {"client": address})
 
 
 @contextmanager
 def hot_cache(place: Place) -> Iterator[Setup]:
-    """As `shared_memory`, with a hot cache that clients map: room for all blocks in it."""
-    cache = {
-        "MC_STORE_LOCAL_HOT_CACHE_SIZE": str(place.capacity),
-        "MC_STORE_LOCAL_HOT_BLOCK_SIZE": str(HOT_BLOCK),
-    }
-    with _store(place, _HOT_CACHE | cache) as (python, prefix, pid):
-        yield _setup("hot", python, prefix, pid)
+    """As `shared_memory`, with a hot cache that clients map.
+
+    Its blocks all have one size, so there is one store for each that is asked for.
+    """
+    with ExitStack() as stack:
+        prefix = stack.enter_context(loopback())
+        clients = {}
+        for number, size in enumerate(HOT_BLOCKS):
+            cache = {
+                "MC_STORE_LOCAL_HOT_CACHE_SIZE": str(place.capacity // 2),
+                "MC_STORE_LOCAL_HOT_BLOCK_SIZE": str(size),
+            }
+            store = _store(place, prefix, _HOT_CACHE | cache, number)
+            python, master, address = stack.enter_context(store)
+            clients[f"client_{size}"] = address
+        setup = _setup("hot", python, prefix, master)
+        yield replace(setup, settings=dict(setup.settings) | clients)
 
 
 @contextmanager
@@ -72,17 +85,12 @@ def offloaded(place: Place) -> Iterator[Setup]:
         "MOONCAKE_OFFLOAD_USE_URING": "1",
     }
     options = ("--enable_offload=true", "--eviction_ratio=0.3")
-    with (
-        loopback() as prefix,
-        _master(place, prefix, *options) as (python, pid),
-    ):
+    with loopback() as prefix, _master(place, prefix, *options) as (python, pid):
         setup = _setup("ssd", python, prefix, pid)
-        yield Setup(
-            dict(setup.settings) | {"path": str(path)},
-            dict(setup.environment) | environment,
-            prefix,
-            python,
-            setup.pids,
+        yield replace(
+            setup,
+            settings=dict(setup.settings) | {"path": str(path)},
+            environment=dict(setup.environment) | environment,
         )
 
 
@@ -95,52 +103,56 @@ def _program(python: str, name: str) -> Path:
 
 
 @contextmanager
-def _master(place: Place, prefix: tuple[str, ...], *options: str) -> Iterator[tuple[str, int]]:
+def _master(
+    place: Place, prefix: tuple[str, ...], *options: str, number: int = 0
+) -> Iterator[tuple[str, int]]:
     python = interpreter(place, "mooncake")
     command: list[str | Path] = [
         *prefix,
         _program(python, "mooncake_master"),
         "--rpc_address=127.0.0.1",
-        f"--rpc_port={MASTER_PORT}",
+        f"--rpc_port={MASTER_PORT + number}",
         "--rpc_thread_num=2",
         f"--default_kv_lease_ttl={LEASE}",
         "--metrics_host=127.0.0.1",
-        f"--metrics_port={_METRICS_PORT}",
+        f"--metrics_port={_METRICS_PORT + number}",
         "--logtostderr",
         *options,
     ]
-    with server(command, place.directory / "master.log", MASTER_PORT) as pid:
+    log = place.directory / f"master-{number}.log"
+    with server(command, log, MASTER_PORT + number) as pid:
         yield python, pid
 
 
 @contextmanager
 def _store(
-    place: Place, environment: Mapping[str, str]
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    with loopback() as prefix, _master(place, prefix) as (python, pid):
+    place: Place, prefix: tuple[str, ...], environment: Mapping[str, str], number: int = 0
+) -> Iterator[tuple[str, int, str]]:
+    """A master, and a process that holds blocks: its interpreter, the master, and its address."""
+    port = CLIENT_PORT + number
+    with _master(place, prefix, number=number) as (python, master):
         command: list[str | Path] = [
             *prefix,
             _program(python, "mooncake_client"),
             "--host=127.0.0.1",
-            f"--port={CLIENT_PORT}",
+            f"--port={port}",
             f"--global_segment_size={place.capacity}",
             f"--local_buffer_size={512 << 20}",
-            f"--master_server_address=127.0.0.1:{MASTER_PORT}",
+            f"--master_server_address=127.0.0.1:{MASTER_PORT + number}",
             "--metadata_server=P2PHANDSHAKE",
             "--protocol=tcp",
             "--threads=2",
             "--logtostderr",
         ]
-        log = place.directory / "client.log"
-        with server(command, log, CLIENT_PORT, _CLIENT | dict(environment)):
-            yield python, prefix, pid
+        log = place.directory / f"client-{number}.log"
+        with server(command, log, port, _CLIENT | dict(environment)):
+            yield python, master, f"127.0.0.1:{port}"
 
 
 def _setup(mode: str, python: str, prefix: tuple[str, ...], master: int) -> Setup:
     settings = {
         "mode": mode,
         "master": f"127.0.0.1:{MASTER_PORT}",
-        "client": f"127.0.0.1:{CLIENT_PORT}",
         "master_pid": str(master),
     }
     return Setup(settings, _CLIENT, prefix, python, {"master": master})

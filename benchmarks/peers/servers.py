@@ -65,7 +65,8 @@ PEERS: Final = (
         "peer",
         frozenset({Scene.VIEWS}),
         mooncake.hot_cache,
-        "dummy client, get_buffer from the hot cache in shared memory, admission at once",
+        "dummy client, get_buffer from a hot cache in shared memory that has all blocks; to give "
+        "them back takes a request for each, which the figures include",
     ),
     Contender(
         "mooncake-ssd",

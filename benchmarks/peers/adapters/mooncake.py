@@ -5,7 +5,8 @@ Settings: ``mode``, and what goes with it:
 - ``local``: the blocks lie in this process. ``master``: address of the master.
 - ``tcp``: they lie in another, over TCP. ``master``.
 - ``dummy``: the process with the blocks shares its memory. ``client``: address of that process.
-- ``hot``: as ``dummy``, with its hot cache, whose blocks are seen without a copy.
+- ``hot``: as ``dummy``, with its hot cache, whose blocks are seen without a copy. Instead of
+  ``client`` there is one for each size, ``client_65536`` and so on.
 - ``ssd``: as ``local``, offloaded to the directory ``path``.
 
 Besides, for `Adapter.memory`, ``master_pid``.
@@ -56,7 +57,8 @@ class Adapter(adapter.Adapter):
         self.zero_copy = self._mode == "hot"
         pool = max(_LEAST_POOL, _SPARE_BUFFERS * int(settings["block_bytes"]))
         if self._shared:
-            code = self._store.setup_dummy(pool, pool, settings["client"])
+            name = f"client_{settings['block_bytes']}" if self._mode == "hot" else "client"
+            code = self._store.setup_dummy(pool, pool, settings[name])
         else:
             code = self._setup(settings, pool)
         if code != 0:
@@ -93,7 +95,8 @@ class Adapter(adapter.Adapter):
         """Put from registered memory.
 
         What finds no room is refused. In the mode ``ssd`` it is tried again, as there will be room
-        once the store has written other blocks to its files.
+        once the store has written other blocks to its files. In the mode ``hot`` blocks are asked
+        for at once, since the cache takes them at their first get.
         """
         left = {key.hex(): block for key, block in zip(keys, blocks, strict=True)}
         left = self._refused(left)
@@ -101,6 +104,8 @@ class Adapter(adapter.Adapter):
         while left and self._mode == "ssd" and time.monotonic() < until:
             time.sleep(_PAUSE)
             left = self._refused(left)
+        if self._mode == "hot":
+            self._store.batch_get_buffer([key.hex() for key in keys])
         return len(keys) - len(left)
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:

@@ -12,11 +12,26 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 
-from rdma.region import address_of
 from tests.tiers.cpu_device import DIRT, CpuDevice
 from tiers.device import HANDLE_BYTES
 
 _HANDLE = struct.Struct("<III")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _map(fd: int, size: int) -> int:
+    """Map a file shared, without a descriptor that lives as long as Python's own mapping."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+    assert address not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
+    return int(address)
 
 
 def name_of(number: int) -> bytes:
@@ -31,7 +46,6 @@ class SharedDevice(CpuDevice):
         super().__init__(total)
         self.number = number
         self._fds: dict[int, int] = {}
-        self._maps: list[mmap.mmap] = []
 
     def uuid(self) -> bytes:
         return name_of(self.number)
@@ -54,10 +68,7 @@ class SharedDevice(CpuDevice):
             return super()._new(size, where)
         fd = os.memfd_create("gpu")
         os.ftruncate(fd, size)
-        shared = mmap.mmap(fd, size)
-        self._maps.append(shared)  # so that no address is given out twice
-        with memoryview(shared) as view:
-            address = address_of(view)
+        address = _map(fd, size)  # for good, so that no address is given out twice
         ctypes.memset(address, DIRT, size)
         self._fds[address] = fd
         where[address] = size
@@ -80,20 +91,16 @@ class SharedMapper:
     def __init__(self, refused: set[str]) -> None:
         self.refused = refused
         self.opened: dict[int, int] = {}
-        self._maps: dict[int, mmap.mmap] = {}
 
     def open(self, handle: bytes) -> int:
         self._ask("open")
         pid, number, size = _HANDLE.unpack_from(handle)
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         try:
-            shared = mmap.mmap(fd, size)
+            address = _map(fd, size)
         finally:
             os.close(fd)
-        with memoryview(shared) as view:
-            address = address_of(view)
         self.opened[address] = size
-        self._maps[address] = shared
         return address
 
     def length(self, address: int) -> int:
@@ -101,8 +108,7 @@ class SharedMapper:
 
     def close(self, address: int) -> None:
         self._ask("close")
-        del self.opened[address]
-        self._maps.pop(address).close()
+        assert _libc.munmap(address, self.opened.pop(address)) == 0
 
     def _ask(self, what: str) -> None:
         if what in self.refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,15 @@ NAMES = [bytes([number]) * 32 for number in range(2)]
 GPUS = {"transport": "shm", "details": {"gpus": [name_of(0)]}}
 
 
+@pytest.fixture
+def handle() -> Iterator[bytes]:
+    """Of a segment of ``SIZE`` bytes."""
+    device = SharedDevice()
+    address = device.allocate(SIZE)
+    yield device.handle(address)
+    device.release(address)
+
+
 def connect(url: str, gpu: SharedGpu, deadline: float = 20.0) -> kvstore.Client:
     return kvstore.connect(url, NAMESPACE, gpu=gpu, deadline=deadline)
 
@@ -50,7 +59,7 @@ def answer_memory(session: Session, request_id: int, asked: Any) -> bool:
     return True
 
 
-def test_a_node_too_slow_to_share_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_node_too_slow_to_share_leaves_no_trace(tmp_path: Path, handle: bytes) -> None:
     said: list[Any] = []
     ended, answered = threading.Event(), threading.Event()
 
@@ -64,8 +73,6 @@ def test_a_node_too_slow_to_share_leaves_no_trace(tmp_path: Path) -> None:
                     session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
                 elif isinstance(asked, DeviceSegments):
                     answered.wait(20)
-                    device = SharedDevice()
-                    handle = device.handle(device.allocate(SIZE))
                     with suppress(ConnectionError):
                         session.answer(request_id, DeviceSegmentsAnswer([(0, SIZE, handle)]))
         except (EOFError, ConnectionError):
@@ -129,10 +136,8 @@ def _nowhere(session: Session, request_id: int) -> None:
 
 @pytest.mark.parametrize("answer", [_outside, _nowhere])
 def test_places_that_are_none_break_the_connection(
-    tmp_path: Path, answer: Callable[[Session, int], None]
+    tmp_path: Path, handle: bytes, answer: Callable[[Session, int], None]
 ) -> None:
-    device = SharedDevice()
-    handle = device.handle(device.allocate(SIZE))
     ended = threading.Event()
 
     def script(session: Session) -> None:
@@ -155,9 +160,7 @@ def test_places_that_are_none_break_the_connection(
         assert gpu.mapped == 0
 
 
-def test_a_segment_shorter_than_the_node_says_is_not_used(tmp_path: Path) -> None:
-    device = SharedDevice()
-    handle = device.handle(device.allocate(SIZE))
+def test_a_segment_shorter_than_the_node_says_is_not_used(tmp_path: Path, handle: bytes) -> None:
     ended = threading.Event()
 
     def script(session: Session) -> None:
@@ -182,9 +185,7 @@ def test_a_segment_shorter_than_the_node_says_is_not_used(tmp_path: Path) -> Non
     assert gpu.mapped == 0
 
 
-def test_a_node_that_dies_leaves_the_views_mapped(tmp_path: Path) -> None:
-    device = SharedDevice()
-    handle = device.handle(device.allocate(SIZE))
+def test_a_node_that_dies_leaves_the_views_mapped(tmp_path: Path, handle: bytes) -> None:
     die = threading.Event()
 
     def script(session: Session) -> None:

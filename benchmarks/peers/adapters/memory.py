@@ -14,10 +14,12 @@ from benchmarks.peers import adapter
 
 Pairs: TypeAlias = list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 """Where to, and from where."""
+POOL = 512 << 20
+"""Bytes that puts go through before they begin anew."""
 
 
 class Adapter(adapter.Adapter):
-    """Copies to new memory with every put, until the capacity is used up and it begins anew.
+    """Copies to new memory with every put, until a pool is used up and it begins anew.
 
     Settings: ``threads``, how many copy at once. Each takes an equal part of a call's bytes.
     """
@@ -25,7 +27,7 @@ class Adapter(adapter.Adapter):
     def open(self, settings: Mapping[str, str]) -> None:
         """Touch all memory."""
         size = int(settings["block_bytes"])
-        count = int(settings["capacity"]) // size
+        count = min(int(settings["capacity"]), POOL) // size
         self._pool = np.ones((count, size), np.uint8)
         self._slots = cycle(range(count))
         self._held: dict[bytes, int] = {}

@@ -18,7 +18,7 @@ LOOKED_UP: Final = (256, 2048)
 CAPACITY: Final = GIB
 """Of each store: a dozen of them are up at once."""
 KEPT: Final = 256 * MIB
-"""Bytes that gets go through before they come back: more than the processor's caches hold."""
+"""Bytes that gets go through before they come back."""
 TURN: Final = 0.2
 """Seconds of timed calls in one turn."""
 QUICK: Final = 0.5

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from kvstore.departures import DepartureReason
-from kvstore.entry import IN_HBM, Entry
+from kvstore.entry import GONE, IN_HBM, Entry
 from kvstore.errors import AccessDenied, Unavailable
 from kvstore.hbm_copies import Copy, HbmCopies
 from kvstore.index import Index
@@ -38,6 +38,8 @@ MOST_GPUS: Final = 16
 _SEGMENT_MASK: Final = (1 << SEGMENT_BITS) - 1
 _MOST_EVICTIONS_A_BLOCK: Final = 64
 """Evictions in policy order to find room for one block before a whole slab is cleared for it."""
+_MOST_LOOKED_AT_A_BLOCK: Final = 256
+"""Copies looked at for these, those of other tenants among them."""
 
 
 class Gpu:
@@ -196,7 +198,7 @@ class Gpus:
         """
         if gpu is not None and not self._gpus[gpu].failed:
             for entry in entries:
-                if entry.state & IN_HBM or entry.gone:
+                if entry.state & (IN_HBM | GONE):
                     continue
                 if self._index.want(entry) or self._at_once:
                     self.wanted(entry, gpu)
@@ -216,10 +218,10 @@ class Gpus:
         if self._take_room(copy, owner, size):
             return copy
         self.copies.fit(gpu)
-        for victim in islice(self.copies.victims(gpu), _MOST_EVICTIONS_A_BLOCK):
-            # Where another tenant's copy goes, its segment is no less that tenant's.
-            if victim.entry.shard.tenant not in (owner, None):
-                continue
+        # Where another tenant's copy goes, its segment is no less that tenant's.
+        coldest = islice(self.copies.victims(gpu), _MOST_LOOKED_AT_A_BLOCK)
+        own = (copy for copy in coldest if copy.entry.shard.tenant == owner)
+        for victim in islice(own, _MOST_EVICTIONS_A_BLOCK):
             self._evict(victim, DepartureReason.CAPACITY)
             if self._take_room(copy, owner, size):
                 return copy

@@ -86,6 +86,7 @@ class GpuNode:
         segments: of each, of `hbm_segment` bytes.
         policy: of the HBM tier.
         promote_after: see `Gpus`.
+        dram_segments: of `SEGMENT` bytes.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class GpuNode:
         policy: str = "lru",
         promote_after: int = 2,
         hbm_segment: int = HBM_SEGMENT,
+        dram_segments: int = 2,
     ) -> None:
         self.devices = devices
         self.below = Below()
-        self.dram = DramTier(2 * SEGMENT, segment_bytes=SEGMENT, prefault=False)
+        self.dram = DramTier(dram_segments * SEGMENT, segment_bytes=SEGMENT, prefault=False)
         self.dram.open()
         self.tiers = [
             HbmTier(

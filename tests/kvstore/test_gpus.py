@@ -169,6 +169,29 @@ def test_a_tenant_takes_what_another_has_not_mapped(world: GpuNode) -> None:
     asyncio.run(go())
 
 
+def test_a_tenant_makes_room_from_its_own_where_others_keep_theirs() -> None:
+    world = GpuNode(cards(1), hbm_segment=70 * BLOCK, segments=2, dram_segments=10)
+
+    async def go() -> None:
+        theirs = world.put(world.shard("a"), names(70))
+        ours = world.put(world.shard("b"), names(70, first=100))
+        more = world.put(world.shard("b"), names(3, first=200))
+        async with Running(world):
+            await promoted(world, theirs)
+            await promoted(world, ours)
+            place = world.gpus.place(theirs[0], {0})
+            assert place is not None
+            world.gpus.share(place >> OFFSET_BITS, "a")
+            # Theirs are older, and more than may be evicted for one block.
+            await promoted(world, more)
+        assert in_hbm(theirs) == 70
+        assert in_hbm(ours) == 67
+        assert all(bytes_of(world, entry) == content(entry) for entry in [*theirs, *more])
+
+    asyncio.run(go())
+    world.close()
+
+
 @pytest.mark.parametrize("number", [0, 999, 1 << SEGMENT_BITS, 7 << SEGMENT_BITS, -1])
 def test_a_segment_that_is_not_there_is_nobodys(world: GpuNode, number: int) -> None:
     with pytest.raises(AccessDenied):

@@ -137,24 +137,21 @@ class GpuSessions:
         """Number of ended sessions whose processes may still have segments mapped."""
         return len(self._departing)
 
-    def open(self, offer: GpuOffer | None, tenant: str, sock: socket.socket) -> GpuSession | None:
-        """The part of a new session; None where it can't use the node's GPUs.
+    def open(self, offer: GpuOffer, tenant: str, sock: socket.socket) -> GpuSession | str:
+        """The part of a new session; or why it can't use the node's GPUs.
 
         Args:
             offer: what its client said of GPUs.
             tenant: of the session.
             sock: its connection, over a Unix socket.
         """
-        if offer is None:
-            return None
         names = self._gpus.uuids()
         reach = frozenset(number for number, name in enumerate(names) if name in offer.reaches)
         if not reach:
-            return None
+            return "the client reaches none of the node's GPUs"
         watch = ProcessWatch.of_peer(sock)
         if watch is None:
-            _log.warning("a client's process can't be seen, and gets no blocks on a gpu")
-            return None
+            return "the node can't see the client's process"
         own = names.index(offer.gpu) if offer.gpu in names else min(reach)
         return GpuSession(self._gpus, tenant, reach, own, self._departing, watch)
 

@@ -212,7 +212,7 @@ class Server:
         chosen = choose(self.node, self._verbs, hello.transports, hello.offers, local=local)
         gpu = None
         try:
-            gpu = self._gpu_session(chosen.transport, hello, sock)
+            gpu, why_not = self._gpu_session(chosen.transport, hello, sock)
             session = Session(
                 self.node,
                 self._movement,
@@ -234,19 +234,25 @@ class Server:
         metrics.sessions += 1
         metrics.transports[chosen.transport.name] += 1
         metrics.sessions_opened += 1
-        if chosen.why:
-            _log.debug("transports passed over", client=hello.client, reason=chosen.why)
-        return session, self._answer(session, chosen.why)
+        why = "; ".join(filter(None, (chosen.why, why_not)))
+        if why:
+            _log.debug("transports passed over", client=hello.client, reason=why)
+        return session, self._answer(session, why)
 
     def _gpu_session(
         self, transport: NodeTransport, hello: Hello, sock: socket.socket
-    ) -> GpuSession | None:
-        if self.gpus is None or not isinstance(transport, ShmNodeTransport):
-            return None
-        session = self.gpus.open(GpuOffer.parse(hello.offers.get("shm")), hello.tenant, sock)
-        if session is not None:
-            transport.gpus = self.gpus.names()
-        return session
+    ) -> tuple[GpuSession | None, str]:
+        """A new session's part of the node's GPUs; or None, and why where it wanted one."""
+        offer = GpuOffer.parse(hello.offers.get("shm"))
+        if offer is None or not isinstance(transport, ShmNodeTransport):
+            return None, ""
+        if self.gpus is None:
+            return None, "gpu: the node keeps no blocks on GPUs"
+        opened = self.gpus.open(offer, hello.tenant, sock)
+        if isinstance(opened, str):
+            return None, f"gpu: {opened}"
+        transport.gpus = self.gpus.names()
+        return opened, ""
 
     def _answer(self, session: Session, why: str) -> Welcome:
         limits = self._config.limits

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import AccessDenied, InvalidRequest
+from kvstore.process_watch import ProcessWatch
 from kvstore.protocol.messages import (
     DRAM,
     HBM,
@@ -148,20 +149,45 @@ def test_no_other_tenant_gets_a_segment(peer: Peer, daemon: Watched) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "offer"),
-    [("tcp", OFFER), ("shm", None), ("shm", {"gpu": bytes(16), "gpus": [bytes(16)]})],
+    ("transport", "offer", "why"),
+    [
+        ("tcp", OFFER, ""),
+        ("shm", None, ""),
+        (
+            "shm",
+            {"gpu": bytes(16), "gpus": [bytes(16)]},
+            "gpu: the client reaches none of the node's GPUs",
+        ),
+    ],
 )
 def test_sessions_without_a_gpu_see_memory(
-    peer: Peer, daemon: Watched, transport: str, offer: dict[str, object] | None
+    peer: Peer, daemon: Watched, transport: str, offer: dict[str, object] | None, why: str
 ) -> None:
     with Peer(daemon.path) as plain:
-        assert "gpus" not in plain.hello(transport=transport, offer=offer).details
+        details = plain.hello(transport=transport, offer=offer).details
+        assert "gpus" not in details
+        assert details["why"] == why
         answer, payload = plain.ask(Get(HASHES, device=True))
         assert answer.tiers == bytes([DRAM]) * 4
         if transport == "tcp":
             assert payload == b"".join(map(content, HASHES))
         with pytest.raises(InvalidRequest, match="reach"):
             plain.ask(DeviceSegments([0]))
+
+
+def test_a_process_that_cannot_be_seen_sees_memory(
+    daemon: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessWatch, "of_peer", lambda _: None)
+    with Peer(daemon.path) as peer:
+        details = peer.hello(transport="shm", offer=OFFER).details
+        assert details == {"why": "gpu: the node can't see the client's process"}
+
+
+def test_a_node_without_gpus_says_so(tmp_path: Path) -> None:
+    with Watched(make_config(tmp_path)) as daemon, Peer(daemon.path) as peer:
+        details = peer.hello(transport="shm", offer=OFFER).details
+        assert details == {"why": "gpu: the node keeps no blocks on GPUs"}
 
 
 def test_an_offer_that_makes_no_sense_opens_no_session(daemon: Watched) -> None:

@@ -1,7 +1,7 @@
 """The node's GPUs: where the copies of blocks lie, for sessions of processes that compute there.
 
-Everything here runs on the event loop's thread and never waits for a GPU. What does (the copies up
-from DRAM) is in ``kvstore.hbm_promotion``.
+Everything here runs on the event loop's thread, and waits for a GPU only where a segment goes from
+one tenant to another, to be cleared. The copies up from DRAM are in ``kvstore.hbm_promotion``.
 
 A GPU that fails is not used any more: what was copied there is forgotten, and the blocks are served
 from DRAM and SSD, where they are as well.

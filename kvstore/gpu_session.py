@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import structlog
 
@@ -21,6 +22,10 @@ from kvstore.process_watch import ProcessWatch
 from kvstore.protocol.messages import HBM, DeviceSegmentsAnswer, GetAnswer, GpuOffer
 
 _log = structlog.get_logger(__name__)
+
+MOST_DEPARTING: Final = 1024
+"""Ended sessions whose processes are waited for at most, with a descriptor for each: a process that
+breaks one session after the other must not take all of the node's."""
 
 
 class GpuSession:
@@ -149,6 +154,8 @@ class GpuSessions:
         reach = frozenset(number for number, name in enumerate(names) if name in offer.reaches)
         if not reach:
             return "the client reaches none of the node's GPUs"
+        if len(self._departing) >= MOST_DEPARTING:
+            return "too many sessions have ended whose processes live, with memory mapped"
         watch = ProcessWatch.of_peer(sock)
         if watch is None:
             return "the node can't see the client's process"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import gpu_session
 from kvstore.errors import AccessDenied, InvalidRequest
 from kvstore.process_watch import ProcessWatch
 from kvstore.protocol.messages import (
@@ -122,6 +123,17 @@ def test_a_session_that_says_nothing_is_remembered(peer: Peer, daemon: Watched) 
     peer.sock.close()
     wait_for(lambda: departing(daemon) == 1)
     assert sharers(daemon) == 1  # this process lives
+
+
+def test_a_process_that_breaks_sessions_gets_no_more(
+    peer: Peer, daemon: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "MOST_DEPARTING", 1)
+    peer.ask(DeviceSegments([split_place(get(peer)[1][0])[0]]))
+    peer.sock.close()
+    wait_for(lambda: departing(daemon) == 1)
+    with Peer(daemon.path) as again:
+        assert "too many" in str(again.hello(transport="shm", offer=OFFER).details["why"])
 
 
 def test_a_session_that_mapped_nothing_is_forgotten(peer: Peer, daemon: Watched) -> None:

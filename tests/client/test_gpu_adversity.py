@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,67 @@ def test_a_node_too_slow_to_share_leaves_no_trace(tmp_path: Path, handle: bytes)
     assert [type(one) for one in said] == [Get, DeviceSegments, Release, Unmapped]
     assert said[2].leases == [5]
     assert said[3].numbers == [0]
+
+
+async def test_a_cancelled_view_leaves_no_trace(tmp_path: Path) -> None:
+    said: list[Any] = []
+    asked_for, ended = threading.Event(), threading.Event()
+
+    def script(session: Session) -> None:
+        session.welcome(**GPUS)
+        try:
+            while True:
+                request_id, asked = session.ask()
+                said.append(asked)
+                if isinstance(asked, Get):
+                    session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
+                elif isinstance(asked, DeviceSegments):
+                    asked_for.set()
+        except (EOFError, ConnectionError):
+            ended.set()
+
+    gpu = SharedGpu(0)
+    with scripted_node(tmp_path, script) as url:
+        client = await kvstore.aconnect(url, NAMESPACE, gpu=gpu, deadline=20.0)
+        async with client:
+            shown = client.view(NAMES, device=True)
+            task = asyncio.create_task(shown.__aenter__())
+            assert await asyncio.to_thread(asked_for.wait, 20)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await asyncio.to_thread(ended.wait, 20)
+    assert gpu.mapped == 0
+    assert [type(one) for one in said] == [Get, DeviceSegments, Release, Unmapped]
+    assert said[2].leases == [5]
+
+
+async def test_a_node_that_dies_leaves_the_views_of_the_asyncio_client_mapped(
+    tmp_path: Path, handle: bytes
+) -> None:
+    die = threading.Event()
+
+    def script(session: Session) -> None:
+        session.welcome(**GPUS)
+        for _ in range(2):
+            request_id, asked = session.ask()
+            if isinstance(asked, Get):
+                session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
+            else:
+                session.answer(request_id, DeviceSegmentsAnswer([(0, SIZE, handle)]))
+        die.wait(20)
+
+    gpu = SharedGpu(0)
+    with scripted_node(tmp_path, script) as url:
+        client = await kvstore.aconnect(url, NAMESPACE, gpu=gpu, deadline=20.0)
+        async with client, client.view(NAMES, device=True) as views:
+            assert views.valid
+            die.set()
+            async with asyncio.timeout(20):
+                while views.valid:
+                    await asyncio.sleep(0.005)
+            assert gpu.mapped == 1
+        assert gpu.mapped == 0
 
 
 def _refuse(session: Session, request_id: int) -> None:

@@ -489,8 +489,7 @@ class Index:
         The caller may do anything between two steps. What it leaves as it is isn't offered again
         by this scan; a parent that it frees by dropping the last child comes next.
         """
-        line = Line(self.accounts, held=parents)
-        return self._offer(line, line.take, parents)
+        return self._offer(Line.take, parents)
 
     def victims_for(self, account: Account, size: int) -> Iterator[Entry]:
         """As `victims`, where a tenant needs room for blocks of `size` bytes.
@@ -498,14 +497,13 @@ class Index:
         While another block takes it beyond its quota these are its own. Else it makes no difference
         who else is beyond a quota: what tenants leave here and there, others can't use.
         """
-        line = Line(self.accounts, held=False)
-        return self._offer(line, lambda: line.take_for(account, size), False)
+        return self._offer(lambda line: line.take_for(account, size), False)
 
-    def _offer(
-        self, line: Line, take: Callable[[], Entry | None], parents: bool
-    ) -> Iterator[Entry]:
+    def _offer(self, take: Callable[[Line], Entry | None], parents: bool) -> Iterator[Entry]:
+        # Begun with the first step: a generator that is never asked does not get to its end either.
+        line = Line(self.accounts, held=parents)
         try:
-            while (entry := take()) is not None:
+            while (entry := take(line)) is not None:
                 if not self._set_aside(entry, parents):
                     yield entry
                     if entry.queue:

@@ -351,3 +351,37 @@ def test_making_room_does_not_pass_what_it_cannot_take_again() -> None:
         chain(index, shard, [number])
         index.drop(next(index.victims()))
     assert steps == 10_000 + 100
+
+
+def test_every_scan_that_making_room_begins_is_ended() -> None:
+    """A scan that stays on its line is passed by all later ones: each put may begin one."""
+    index = Index(make_policy("lru", 8))
+    shard = index.shard(b"n" * 32, 0, BLOCK)
+    chain(index, shard, [1, 2, 3])
+    account = index.accounts.others
+    scan, open_scans = account.policy.scan, 0
+
+    class Counted:
+        def __init__(self, *, held: bool = False) -> None:
+            nonlocal open_scans
+            open_scans += 1
+            self.scan = scan(held=held)
+            self.peek, self.take = self.scan.peek, self.scan.take
+
+        def close(self) -> None:
+            nonlocal open_scans
+            open_scans -= 1
+            self.scan.close()
+
+    account.policy.scan = Counted  # type: ignore[method-assign, assignment]
+    for taken in range(5):
+        for victims in (index.victims(), index.victims(parents=True)):
+            list(islice(victims, taken))
+        del victims
+        list(islice(index.victims_for(account, BLOCK), taken))
+        assert open_scans == 0
+    victims = index.victims()
+    next(victims)
+    assert open_scans == 1
+    del victims
+    assert open_scans == 0

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -268,9 +269,8 @@ class PagedMemory:
     ) -> LayersLoading:
         """Queue what lies on the host behind what does not."""
         if len(sources.arrays) and isinstance(self._copies, DirectCopies):
-            by_layer = [self._layer(number) for number in range(self.layout.layers)]
             loading = self._copies.scatter_layers(
-                sources.arrays, sources.ids, by_layer, after, near
+                sources.arrays, sources.ids, self._by_layer, after, near
             )
             if loading is not None:
                 return loading
@@ -287,11 +287,15 @@ class PagedMemory:
             raise InvalidRequest("blocks on a GPU are only copied to tensors on one, by Triton")
         return self._copies.scatter_near(sources.near, sources.near_ids, covered, after)
 
-    def _layer(self, number: int) -> list[Span]:
-        """One layer in the buffer of a whole block."""
-        start, _ = self.layout.layer_range(number)
-        found = spans(self._groups, number, 1)
-        return [replace(span, offset=start + span.offset) for span in found]
+    @cached_property
+    def _by_layer(self) -> list[list[Span]]:
+        """Each layer in the buffer of a whole block."""
+        found = []
+        for number in range(self.layout.layers):
+            start, _ = self.layout.layer_range(number)
+            part = spans(self._groups, number, 1)
+            found.append([replace(span, offset=start + span.offset) for span in part])
+        return found
 
     def _range(self, layers: tuple[int, int] | None) -> tuple[list[Span], int]:
         first, count = (0, self.layout.layers) if layers is None else layers

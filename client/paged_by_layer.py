@@ -15,6 +15,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
 
+from client.addresses import Addresses
 from client.paged_device import (
     Kernels,
     Part,
@@ -26,7 +27,7 @@ from client.paged_device import (
     rows_of,
 )
 from client.paged_layers import Span
-from client.pinning import Addresses, PinnedSegments
+from client.pinning import PinnedSegments
 
 BUS_PROGRAMS: Final = 16
 """Programs of a kernel that reads over the bus: enough to fill it, few enough to leave the device
@@ -116,11 +117,9 @@ class EngineLayers:
             An event for each layer, and what must live until the last; None where the blocks lie
             in too many pieces.
         """
-        pieces = []
-        for piece in neighbours(addresses, length, self._pinned):
-            pieces.append(piece)
-            if len(pieces) > MOST_PIECES:
-                return None
+        pieces = neighbours(addresses, length, self._pinned)
+        if len(pieces) > MOST_PIECES:
+            return None
         stage, events = self._stage, []
         parts: dict[tuple[int, int, int], Part] = {}
         with stage.lock, _ended(stage.copies), _ended(stage.kernels):

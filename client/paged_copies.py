@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 
+from client.addresses import Addresses, addresses_of
 from client.paged_layers import Group, Span
 from rdma.gpu_segments import GpuView
 
@@ -38,6 +39,11 @@ class Arrays(Sequence[ByteArray]):
     def __iter__(self) -> Iterator[ByteArray]:
         return (np.frombuffer(buffer, np.uint8) for buffer in self._buffers)
 
+    @property
+    def addresses(self) -> Addresses:
+        """Where they begin."""
+        return addresses_of(self._buffers)
+
 
 class Copies(Protocol):
     """Moves the bytes of blocks between KV tensors and host memory."""
@@ -48,7 +54,7 @@ class Copies(Protocol):
     def gather(
         self,
         block_ids: Sequence[int],
-        targets: Sequence[ByteArray],
+        targets: Arrays,
         covered: Sequence[Span],
         after: object | None,
     ) -> None:
@@ -56,7 +62,7 @@ class Copies(Protocol):
 
     def scatter(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Span],
         after: object | None,
@@ -83,7 +89,7 @@ class DirectCopies(Copies, Protocol):
 
     def scatter_layers(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Sequence[Span]],
         after: object | None,
@@ -170,7 +176,7 @@ class HostCopies:
     def gather(
         self,
         block_ids: Sequence[int],
-        targets: Sequence[ByteArray],
+        targets: Arrays,
         covered: Sequence[Span],
         after: object | None,
     ) -> None:
@@ -183,7 +189,7 @@ class HostCopies:
 
     def scatter(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Span],
         after: object | None,

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from client.addresses import Addresses
 from client.paged_by_layer import EngineLayers, KernelLayers
-from client.paged_copies import ByteArray, Copies, LayersLoading, Queued
+from client.paged_copies import Arrays, Copies, LayersLoading, Queued
 from client.paged_device import (
     Kernels,
     Stage,
-    addresses_of,
     alignment_of,
     common,
     follow,
@@ -33,7 +33,7 @@ from client.paged_device import (
     rows_of,
 )
 from client.paged_layers import Group, Span
-from client.pinning import Addresses, PinnedSegments
+from client.pinning import PinnedSegments
 from rdma.gpu_segments import GpuView
 
 logger = logging.getLogger("kvstore.client.paged")
@@ -94,7 +94,7 @@ class CudaCopies:
     def gather(
         self,
         block_ids: Sequence[int],
-        targets: Sequence[ByteArray],
+        targets: Arrays,
         covered: Sequence[Span],
         after: object | None,
     ) -> None:
@@ -105,7 +105,7 @@ class CudaCopies:
 
     def scatter(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Span],
         after: object | None,
@@ -119,7 +119,7 @@ class CudaCopies:
         self,
         stage: Stage,
         block_ids: Sequence[int],
-        buffers: Sequence[ByteArray],
+        buffers: Arrays,
         covered: Sequence[Span],
         after: object | None,
     ) -> int:
@@ -131,7 +131,7 @@ class CudaCopies:
             follow(stage.kernels, after)
             while first < len(buffers):
                 some, ids = buffers[first : first + step], block_ids[first : first + step]
-                addresses = addresses_of(some)
+                addresses = some.addresses
                 if not held.enter_context(self._pinned.using(addresses, some[0].nbytes)):
                     break
                 # Waited for before the memory is let go of, also after an error.
@@ -213,7 +213,7 @@ class CudaCopies:
 
     def scatter_layers(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Sequence[Span]],
         after: object | None,
@@ -232,7 +232,7 @@ class CudaCopies:
             What the layers can be waited for with, ``near`` included; None where the sources are
             not registered.
         """
-        addresses = addresses_of(sources)
+        addresses = sources.addresses
         marks = (after, None if near is None else near.event)
         with ExitStack() as held:
             if not held.enter_context(self._pinned.using(addresses, sources[0].nbytes)):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from client.paged_copies import ByteArray
+from client.addresses import Addresses
 from client.paged_kernels import Launch
 from client.paged_layers import Group, Span
 from client.paged_runs import WORDS, batches, runs_of
-from client.pinning import Addresses, PinnedSegments
+from client.pinning import PinnedSegments
 
 _MOST_SHAPES: Final = 4096
 """Ranges of layers whose tables are kept on the device."""
@@ -156,11 +157,6 @@ class Stage:
         return wait
 
 
-def addresses_of(buffers: Sequence[ByteArray]) -> Addresses:
-    """Where arrays begin."""
-    return np.array([buffer.__array_interface__["data"][0] for buffer in buffers], np.int64)
-
-
 def common(value: int) -> int:
     """The most bytes that can be copied at once where all addresses are multiples of a value."""
     return next(word for word in WORDS if value % word == 0)
@@ -177,19 +173,14 @@ def rows_of(near: Any, count: int, length: int) -> Addresses:
     return rows
 
 
-def neighbours(
-    addresses: Addresses, length: int, pinned: PinnedSegments
-) -> Iterator[tuple[int, int]]:
-    """Buffers that follow one another in one segment, as first and one after the last."""
-    first = 0
-    ends = np.flatnonzero(np.diff(addresses) != length) + 1
-    for last in [*ends.tolist(), len(addresses)]:
-        while first < last:
-            # Memory of two segments is not copied at once, even if they lie side by side.
-            inner = range(first + 1, last)
-            cut = next((at for at in inner if pinned.begins(int(addresses[at]))), last)
-            yield first, cut
-            first = cut
+def neighbours(addresses: Addresses, length: int, pinned: PinnedSegments) -> list[tuple[int, int]]:
+    """Buffers that follow one another in one segment, as first and one after the last.
+
+    Memory of two segments is not copied at once, even if they lie side by side.
+    """
+    apart = (np.diff(addresses) != length) | pinned.begin_at(addresses[1:])
+    cuts = (np.flatnonzero(apart) + 1).tolist()
+    return list(pairwise([0, *cuts, len(addresses)]))
 
 
 def follow(stream: Any, after: object | None) -> None:

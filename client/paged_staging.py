@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Final, Protocol
 
-from client.paged_copies import ByteArray
+from client.paged_copies import Arrays, ByteArray
 from client.paged_layers import Group, Span
 from kvstore.errors import ConfigError
 
@@ -119,7 +119,7 @@ class StagedCopies:
     def gather(
         self,
         block_ids: Sequence[int],
-        targets: Sequence[ByteArray],
+        targets: Arrays,
         covered: Sequence[Span],
         after: object | None,
     ) -> None:
@@ -130,7 +130,7 @@ class StagedCopies:
 
     def scatter(
         self,
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         block_ids: Sequence[int],
         covered: Sequence[Span],
         after: object | None,

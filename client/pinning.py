@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from client.addresses import Addresses
 from rdma import segments
 
 logger = logging.getLogger("kvstore.client.pinning")
 
-Addresses: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 class Registrar(Protocol):
@@ -138,9 +139,9 @@ class PinnedSegments:
                     self._uses[start] -= 1
                 self._idle.notify_all()
 
-    def begins(self, address: int) -> bool:
-        """Whether a registered segment begins there."""
-        return address in self._ends
+    def begin_at(self, addresses: Addresses) -> Flags:
+        """At which addresses a registered segment begins."""
+        return np.isin(addresses, np.array(list(self._ends), np.int64))
 
     def wait(self, timeout: float) -> bool:
         """Wait until all that is mapped is registered; False where ``timeout`` seconds pass."""

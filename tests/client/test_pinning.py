@@ -72,8 +72,8 @@ def test_mappings_are_registered_whether_they_come_before_or_after(
     assert not is_there(pinned, SIZE, min(first, second), max(first, second) + 1)
     assert not is_there(pinned, 1, first, min(first, second) - 1)
     assert is_there(pinned, 1)
-    assert pinned.begins(first)
-    assert not pinned.begins(first + 1)
+    found = pinned.begin_at(np.array([first + 1, second, first, second + 1]))
+    assert found.tolist() == [False, True, True, False]
     mapped.close()
     assert registrar.registered == {}
     assert not is_there(pinned, 1, first)

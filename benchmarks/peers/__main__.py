@@ -11,14 +11,16 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe
+from benchmarks.peers.contender import Contender
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.groups import GROUPS
 from benchmarks.peers.plots import draw
 from benchmarks.peers.report import Report, goals_table
-from benchmarks.peers.run import Options
+from benchmarks.peers.run import TRACE, Options
 from benchmarks.peers.versions import versions
 from kvstore.errors import MissingExtra
 
@@ -45,12 +47,13 @@ def main() -> int:
 def _measure(arguments: argparse.Namespace, report: Report, began: float) -> None:
     with tempfile.TemporaryDirectory(prefix="kvb-", dir=arguments.directory) as scratch:
         options = Options(
-            contenders=[each for each in CONTENDERS if _wanted(each.key, each.kind, arguments)],
+            contenders=[each for each in CONTENDERS if _wanted(each, arguments.peers)],
             directory=Path(scratch),
             environments=arguments.environments,
             rounds=arguments.rounds,
             scale=0.1 if arguments.quick else 1.0,
             say=lambda text: _say(began, text),
+            trace=arguments.trace,
         )
         for group in arguments.only or GROUPS:
             for row in GROUPS[group](options):
@@ -69,13 +72,11 @@ def _finish(report: Report, stem: Path) -> None:
         print(f"no plots: {error}", file=sys.stderr)
 
 
-def _wanted(key: str, kind: str, arguments: argparse.Namespace) -> bool:
-    chosen = arguments.peers
-    return kind != "peer" or chosen is None or any(_names(each, key) for each in chosen)
-
-
-def _names(chosen: str, key: str) -> bool:
-    return key == chosen or key.startswith(f"{chosen}-")
+def _wanted(contender: Contender, chosen: Sequence[str] | None) -> bool:
+    """Whether ``--peers`` leaves it in: it chooses among all that comes from a peer."""
+    if chosen is None or contender.family not in FAMILIES:
+        return True
+    return any(each in (contender.key, contender.family) for each in chosen)
 
 
 def _about(arguments: argparse.Namespace) -> dict[str, object]:
@@ -133,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--directory", type=Path, default="/var/tmp", help="scratch, on the disk to be measured"
+    )
+    parser.add_argument(
+        "--trace", type=Path, default=TRACE, help="a request trace for the group of that name"
     )
     return parser
 

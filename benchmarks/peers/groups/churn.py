@@ -21,8 +21,9 @@ def eviction(options: Options) -> Iterator[Row]:
     block, count = 256 * KIB, 16
     capacity = int(options.scaled(GIB))
     parameters = {"count": count, "factor": 3.0, "seconds": options.scaled(4.0)}
+    few = replace(options, rounds=min(options.rounds, MOST_ROUNDS))
     with (
-        on_stage(options, options.among(Scene.LOCAL), "eviction", capacity) as playing,
+        on_stage(few, few.among(Scene.LOCAL), "eviction", capacity) as playing,
         all_open(playing, block),
     ):
         taking = able(playing, "traffic")
@@ -36,7 +37,7 @@ def eviction(options: Options) -> Iterator[Row]:
             labels={"work": "eviction", "block_bytes": block, "count": count},
             note="three times the capacity is asked for, by Zipf's law; p99 is that of a request",
         )
-        yield take_turns(options, taking, row, "traffic", parameters)
+        yield take_turns(few, taking, row, "traffic", parameters)
 
 
 def trace(options: Options) -> Iterator[Row]:

@@ -50,6 +50,7 @@ def disk(options: Options) -> Iterator[Row]:
             for player in able(playing, "store_set"):
                 _store_and_fetch(player, rows, 2 * memory, turn)
             limit.take_turn(counts=turn > 0)
+            options.say(f"disk: round {turn} of {rounds}")
     yield from rows
 
 

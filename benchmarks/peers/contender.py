@@ -88,7 +88,7 @@ class Contender:
         scenes: where it takes part.
         start: its servers.
         note: its configuration, said below the table.
-        lacks: works that it can't do.
+        lacks: works that it can't do; ``share`` where no other client finds what one has put.
     """
 
     key: str
@@ -104,3 +104,8 @@ class Contender:
     def family(self) -> str:
         """The store, whatever its mode: the key up to the first hyphen."""
         return self.key.partition("-")[0]
+
+    @property
+    def shared(self) -> bool:
+        """Whether other clients find what one has put, as in a store of several engines."""
+        return "share" not in self.lacks

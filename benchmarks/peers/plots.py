@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DRAWN = (("local", "rate"), ("local", "p50"), ("tcp", "rate"), ("tcp", "p50"), ("views", "p50"))
 """Scenes and figures that get a picture."""
+OURS, *PEERS = COLOURS
+LIMIT = "#777777"
 
 
 def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
@@ -97,9 +99,9 @@ class _Picture:
             sizes,
             values,
             label=key,
-            color="#777777" if kind == "limit" else COLOURS[number % len(COLOURS)],
+            color={"ours": OURS, "limit": LIMIT}.get(kind, PEERS[number % len(PEERS)]),
             marker=MARKERS[number % len(MARKERS)],
-            linestyle=":" if kind == "limit" else "-",
+            linestyle=":" if kind == "limit" else ("-", "--")[number // len(PEERS) % 2],
             linewidth=2.4 if kind == "ours" else 1.3,
         )
 

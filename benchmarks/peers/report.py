@@ -135,6 +135,7 @@ def _goal_cells(row: Row, verdict: Verdict) -> tuple[str, ...]:
     goal = verdict.goal
     ours, other = _cell(verdict.ours, goal.figure), _cell(verdict.other, goal.figure)
     name = verdict.other.contender.key if verdict.other else f"no {goal.against}"
+    name += ", shared" if verdict.other and goal.against == "shared" else ""
     spread, met = "-", "-"
     if verdict.ratio is not None:
         low, high = min(verdict.ratios), max(verdict.ratios)
@@ -170,8 +171,13 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
 
 def _legend(rows: Sequence[Row]) -> str:
     found = {e.contender.key: e.contender for row in rows for e in row.entries}
-    lines = [(key, SHOWN[each.kind], each.title, each.note) for key, each in found.items()]
-    return table(("name", "", "what it is", "its configuration"), lines)
+    lines = [
+        (key, SHOWN[each.kind], "yes" if each.shared else "no", each.title, each.note)
+        for key, each in found.items()
+    ]
+    heads = ("name", "", "shared", "what it is", "its configuration")
+    said = "Shared: whether other clients find what one has put."
+    return f"{table(heads, lines)}\n\n{said}"
 
 
 def _about(about: Mapping[str, Any]) -> str:

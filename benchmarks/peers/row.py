@@ -39,7 +39,8 @@ class Goal:
     Attributes:
         figure: name in `FIGURES`.
         times: so many times as good: 2 is twice the rate, or half the time.
-        against: ``peer``, the best of them in this row, or the key of a limit.
+        against: ``peer``, the best of them in this row; ``shared``, the best of those whose blocks
+            other clients find; or the key of a limit.
     """
 
     figure: str
@@ -124,12 +125,14 @@ class Row:
     labels: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
-    def best(self, kind: str, figure: str) -> Entry | None:
-        """Who of a kind is best by the median of a figure."""
+    def best(self, kind: str, figure: str, *, shared: bool = False) -> Entry | None:
+        """Who of a kind is best by the median of a figure; of those alone that are ``shared``."""
         found = [
             (median, number, entry)
             for number, entry in enumerate(self.entries)
-            if entry.contender.kind == kind and (median := entry.median(figure)) is not None
+            if entry.contender.kind == kind
+            and (entry.contender.shared or not shared)
+            and (median := entry.median(figure)) is not None
         ]
         if not found:
             return None
@@ -138,14 +141,16 @@ class Row:
     def verdict(self, goal: Goal) -> Verdict:
         """How we stand to the goal."""
         ours = self.best("ours", goal.figure)
-        other = (
-            self.best("peer", goal.figure)
-            if goal.against == "peer"
-            else next((each for each in self.entries if each.contender.key == goal.against), None)
-        )
+        other = self._whom(goal)
         if ours is None or other is None or not other.values(goal.figure):
             return Verdict(goal, ours, None if other is None or other.failure else other)
         return Verdict(goal, ours, other, times_as_good(ours, other, goal.figure))
+
+    def _whom(self, goal: Goal) -> Entry | None:
+        if goal.against in ("peer", "shared"):
+            return self.best("peer", goal.figure, shared=goal.against == "shared")
+        limits = (each for each in self.entries if each.contender.key == goal.against)
+        return next(limits, None)
 
     @property
     def verdicts(self) -> list[Verdict]:

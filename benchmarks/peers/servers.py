@@ -135,7 +135,7 @@ PEERS: Final = (
         _LOCAL,
         nixl_ucx,
         "a transport alone: keys stay with the client; descriptors prepared, no progress thread",
-        frozenset({"exists", "view", "mingle", "traffic", "replay", "keys"}),
+        frozenset({"exists", "view", "mingle", "traffic", "replay", "keys", "share"}),
     ),
 )
 """Every mode of every peer that has servers or an environment of its own."""

@@ -130,18 +130,27 @@ def test_a_limit_is_no_peer_and_the_best_peer_is_whom_we_are_held_against() -> N
         )
     )
     gone = Entry(scripted("gone"), [{"rate": 99.0, "p50": 0.001}], failure="wrong bytes")
-    goals = [Goal("rate", 2.5), Goal("p50", 2.0), Goal("rate", 0.9, "memcpy"), Goal("p99")]
+    goals = [
+        Goal("rate", 2.5),
+        Goal("p50", 2.0),
+        Goal("rate", 0.9, "memcpy"),
+        Goal("rate", 4.0, "shared"),
+        Goal("p99"),
+    ]
+    fast.contender = replace(fast.contender, lacks=frozenset({"share"}))
     row = Row("test", "row", "row", goals, [gone, limit, slow, ours, fast])
-    rate, p50, against_limit, p99 = row.verdicts
+    rate, p50, against_limit, against_shared, p99 = row.verdicts
     assert [each.other and each.other.contender.key for each in row.verdicts] == [
         "fast",
         "fast",
         "memcpy",
+        "slow",
         None,
     ]
     assert (rate.ratio, rate.met) == (2.0, False)
     assert (p50.ratio, p50.met) == (2.0, True)
     assert (against_limit.ratio, against_limit.met) == (0.75, False)
+    assert (against_shared.ratio, against_shared.met) == (6.0, True)
     assert (p99.ratio, p99.met) == (None, None)
 
 

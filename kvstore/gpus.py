@@ -51,15 +51,17 @@ class Gpu:
 
     Attributes:
         uuid: 16 bytes that name it in every process of the host.
+        largest: bytes of the largest block that may ever find room.
         failed: whether it is out of use.
     """
 
-    __slots__ = ("failed", "number", "tier", "uuid")
+    __slots__ = ("failed", "largest", "number", "tier", "uuid")
 
     def __init__(self, number: int, tier: HbmTier) -> None:
         self.number = number
         self.tier = tier
         self.uuid = tier.uuid()
+        self.largest = tier.largest_block
         self.failed = False
 
     def __repr__(self) -> str:
@@ -215,6 +217,8 @@ class Gpus:
             gpu: number of the GPU.
         """
         size, copy = entry.shard.block_bytes, Copy(entry, gpu)
+        if size > self._gpus[gpu].largest:
+            return None
         if self._take_room(copy, owner, size):
             return copy
         self.copies.fit(gpu)

@@ -66,6 +66,11 @@ async def promoted(world: GpuNode, entries: list[Entry], gpu: int = 0) -> None:
     await until(lambda: in_hbm(entries) == len(entries))
 
 
+async def idle() -> None:
+    """Wait until promotion has done all that it was asked for."""
+    await until(lambda: not any(one.get_name()[:9] == "promotion" for one in asyncio.all_tasks()))
+
+
 def bytes_of(world: GpuNode, entry: Entry) -> bytes:
     place = world.gpus.place(entry, {0, 1})
     assert place is not None
@@ -131,15 +136,29 @@ def test_where_all_is_pinned_nothing_comes_and_nothing_is_lost(world: GpuNode) -
     async def go() -> None:
         shard = world.shard("a")
         old, new = world.put(shard, names(ROOM)), world.put(shard, names(4, first=100))
-        async with Running(world) as running:
+        async with Running(world):
             await promoted(world, old)
             world.node.pin(old)
             use(world, new)
-            await running.promotion.close()
+            await idle()
         assert in_hbm(new) == 0
         assert in_hbm(old) == ROOM
         world.node.unpin(old)
         assert world.node.metrics.pins == 0
+
+    asyncio.run(go())
+
+
+def test_for_a_block_that_never_fits_nothing_goes(world: GpuNode) -> None:
+    async def go() -> None:
+        old = world.put(world.shard("a"), names(ROOM))
+        (large,) = world.put(world.shard("a", HBM_SEGMENT + BLOCK), names(1, first=100))
+        async with Running(world):
+            await promoted(world, old)
+            use(world, [large])
+            await idle()
+        assert in_hbm(old) == ROOM
+        assert in_hbm([large]) == 0
 
     asyncio.run(go())
 
@@ -159,7 +178,7 @@ def test_a_tenant_takes_what_another_has_not_mapped(world: GpuNode) -> None:
                 with pytest.raises(AccessDenied):
                     world.gpus.share(number, "b")
             use(world, ours)
-            await until(lambda: not world.node.metrics.pins)
+            await idle()
             assert in_hbm(theirs) == ROOM
             world.gpus.unshare(numbers.pop())
             await promoted(world, ours)
@@ -212,7 +231,7 @@ def test_the_room_of_a_reader_that_may_live_on_is_not_used_again(world: GpuNode)
             world.node.drop(old[0], "dram", DepartureReason.ADMIN)
             assert in_hbm(old) == 0
             use(world, new)
-            await until(lambda: not world.node.metrics.pins)
+            await idle()
             assert in_hbm(new) == 0
             for entry, place in zip(old, places, strict=True):
                 assert place is not None
@@ -243,7 +262,7 @@ def test_a_gpu_that_fails_is_not_used_any_more(world: GpuNode, call: str) -> Non
             world.devices[0].refused.add(call)
             use(world, more)
             await until(lambda: world.gpus.failed() == [0])
-            await until(lambda: not world.node.metrics.pins)
+            await idle()
             assert in_hbm([*entries, *more]) == 0
             with pytest.raises(Unavailable):
                 world.gpus.share(number, "a")

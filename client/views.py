@@ -140,10 +140,12 @@ class DeviceViews(Views["memoryview | GpuView"]):
 
     def release(self) -> None:
         """Give the pins back, and what was mapped for the views; may be called again."""
-        super().release()
-        ended, self._ended = self._ended, ()
-        for each in ended:
-            each()
+        try:
+            super().release()
+        finally:
+            ended, self._ended = self._ended, ()
+            for each in ended:
+                each()
 
 
 def _release_each(views: Sequence[memoryview | GpuView | None]) -> None:

@@ -1,10 +1,10 @@
 """An engine's process that reads blocks on a GPU: run by the tests, told what to do line by line.
 
-    python -m tests.client.gpu_reader URL NAMESPACE BLOCK_BYTES NAMES
+    python -m tests.client.gpu_reader URL NAMESPACE BLOCK_BYTES [cuda]
 
-NAMES is a number of blocks, named as ``names`` does. For each JSON line it does one thing and
-answers with one. It stands for copies that are under way on a GPU, which nothing stops and which
-read whenever they get to it: it can be asked for what it reads now at any time.
+For each JSON line it does one thing and answers with one. It stands for copies that are under way
+on a GPU, which nothing stops and which read whenever they get to it: it can be asked for what it
+reads now at any time. With ``cuda`` it computes on a real one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import kvstore
 from client.views import DeviceViews
 from kvstore.identity import Namespace, prefix_hashes
 from rdma.gpu_segments import GpuView
-from tests.shared_gpu import SharedGpu, read
+from tests.cuda_reading import CudaReader
+from tests.shared_gpu import SharedGpu
+from tests.shared_gpu import read as read_shared
+
+Read: TypeAlias = Callable[[int, int], bytes]
 
 
 def names(count: int, prompt: int = 0) -> list[bytes]:
@@ -34,7 +39,7 @@ def block(prompt: int, position: int, size: int) -> bytes:
     return (seed * -(-size // len(seed)))[:size]
 
 
-def digests(views: Sequence[memoryview | GpuView | None]) -> list[str | None]:
+def digests(views: Sequence[memoryview | GpuView | None], read: Read) -> list[str | None]:
     """What the views show now."""
     return [
         None
@@ -58,9 +63,10 @@ def sockets() -> list[int]:
     return found
 
 
-def main(url: str, name: str, size: int) -> None:
+def main(url: str, name: str, size: int, *, cuda: bool) -> None:
     space = Namespace(name, "uint8", "raw", 1, size)
-    client = kvstore.connect(url, space, gpu=SharedGpu(0), deadline=20.0)
+    read: Read = CudaReader() if cuda else read_shared
+    client = kvstore.connect(url, space, gpu=0 if cuda else SharedGpu(0), deadline=20.0)
     views: DeviceViews | None = None
     shown: list[memoryview | GpuView | None] = []
     for line in sys.stdin:
@@ -69,9 +75,9 @@ def main(url: str, name: str, size: int) -> None:
         if do == "view":
             views = client.view(names(*arguments), device=True)
             shown = list(views)
-            answer = [views.codes.hex(), digests(shown)]
+            answer = [views.codes.hex(), digests(shown, read)]
         elif do == "digests":
-            answer = digests(shown)
+            answer = digests(shown, read)
         elif do == "valid":
             answer = views is not None and views.valid
         elif do == "release":
@@ -98,4 +104,4 @@ def main(url: str, name: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), cuda=sys.argv[4:] == ["cuda"])

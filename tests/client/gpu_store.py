@@ -16,7 +16,7 @@ from kvstore.identity import Namespace
 from kvstore.protocol.messages import HBM
 from rdma.gpu_segments import GpuView
 from tests.client.gpu_reader import block, names
-from tests.running import DaemonThread, make_config, wait_for
+from tests.running import DaemonProcess, DaemonThread, make_config, wait_for
 from tests.shared_gpu import SharedDevice, SharedGpu, read
 
 BLOCK = 64 << 10
@@ -116,10 +116,10 @@ def storm(client: kvstore.Client, room: int, first: int = 100) -> None:
 class Reader:
     """Another process that reads, see ``tests.client.gpu_reader``."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | DaemonProcess, *gpu: str) -> None:
         command = [sys.executable, "-m", "tests.client.gpu_reader"]
         self._process = subprocess.Popen(
-            [*command, store.url, SPACE.model, str(BLOCK)],
+            [*command, store.url, SPACE.model, str(BLOCK), *gpu],
             cwd=Path(__file__).parent.parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -149,9 +149,9 @@ class Reader:
 
 
 @contextmanager
-def reader(store: Store) -> Iterator[Reader]:
+def reader(store: Store | DaemonProcess, *gpu: str) -> Iterator[Reader]:
     """Another process for the time of the block."""
-    process = Reader(store)
+    process = Reader(store, *gpu)
     try:
         yield process
     finally:

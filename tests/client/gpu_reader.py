@@ -97,6 +97,9 @@ def main(url: str, name: str, size: int, *, cuda: bool) -> None:
                 assert views is not None
                 good = not views.valid
                 views.release()
+                with client.view(names(*arguments), device=True) as own:
+                    good = good and own.valid and own.found == len(own)
+                    good = good and all(isinstance(view, memoryview) for view in own)
                 client.close()
                 os._exit(0 if good else 1)
             answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

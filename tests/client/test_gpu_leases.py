@@ -145,7 +145,7 @@ def test_the_child_of_a_fork_leaves_them_to_its_parent(
     holder: Reader, other: kvstore.Client, store: Store
 ) -> None:
     seen = look(holder)
-    assert holder.ask("fork") == 0
+    assert holder.ask("fork", HELD, PROMPT) == 0
     assert holder.ask("valid")
     fill(other)
     assert holder.ask("digests") == seen

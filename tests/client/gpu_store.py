@@ -56,16 +56,18 @@ class Store(DaemonThread):
 
     @property
     def sessions(self) -> int:
-        return len(self.daemon.server.sessions())
+        return self.daemon.node.metrics.sessions
 
     @property
     def sharers(self) -> int:
         """Mappings of segments that the node counts."""
-        return sum(
-            segment.sharers
-            for gpu in range(len(self.gpus))
-            for segment in self.gpus[gpu].tier.segments()
-        )
+
+        def count() -> int:
+            tiers = [self.gpus[gpu].tier for gpu in range(len(self.gpus))]
+            return sum(segment.sharers for tier in tiers for segment in tier.segments())
+
+        counted: int = self.call(count)
+        return counted
 
     def connect(self, *gpus: int, **settings: Any) -> kvstore.Client:
         """A client that computes on the first of these GPUs and reaches the others."""

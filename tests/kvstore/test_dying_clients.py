@@ -69,9 +69,9 @@ def test_what_it_still_writes_hits_nobody(
         for at in range(len(NAMES)):
             if found.codes[at]:
                 assert np.array_equal(into[at], DATA[at])
-        assert len(store.daemon.server.sessions()) == 2
+        assert store.daemon.node.metrics.sessions == 2
         tell(dying)
-        wait_for(lambda: len(store.daemon.server.sessions()) == 1, 20.0)
+        wait_for(lambda: store.daemon.node.metrics.sessions == 1, 20.0)
         assert store.daemon.node.metrics.reservations == 0
 
 

@@ -69,7 +69,12 @@ def departing(daemon: Watched) -> int:
 def sharers(daemon: Watched) -> int:
     gpus = daemon.daemon.node.gpus
     assert gpus is not None
-    return sum(segment.sharers for number in (0, 1) for segment in gpus[number].tier.segments())
+
+    def count() -> int:
+        return sum(segment.sharers for number in (0, 1) for segment in gpus[number].tier.segments())
+
+    counted: int = daemon.call(count)
+    return counted
 
 
 def test_a_handle_maps_the_blocks(peer: Peer) -> None:
@@ -113,7 +118,7 @@ def test_a_segment_is_shared_once_with_a_session(peer: Peer, daemon: Watched) ->
     assert sharers(daemon) == 1
     peer.send(unmapped_header([number]))
     peer.sock.close()
-    wait_for(lambda: not daemon.daemon.server.sessions())
+    wait_for(lambda: not daemon.metrics.sessions)
     assert departing(daemon) == sharers(daemon) == 0
 
 
@@ -140,7 +145,7 @@ def test_a_session_that_mapped_nothing_is_forgotten(peer: Peer, daemon: Watched)
     assert peer.ask(Get(HASHES, device=True))[0].tiers == bytes([HBM]) * 4
     assert pidfds() == 1
     peer.sock.close()
-    wait_for(lambda: not daemon.daemon.server.sessions())
+    wait_for(lambda: not daemon.metrics.sessions)
     assert departing(daemon) == daemon.daemon.node.metrics.pins == 0
     assert pidfds() == 0
 
@@ -232,7 +237,7 @@ def test_leases_are_bounded_on_gpus_too(tmp_path: Path) -> None:
 
 
 def test_release_is_what_ends_a_read(peer: Peer, daemon: Watched) -> None:
-    (session,) = daemon.daemon.server.sessions()
+    (session,) = daemon.call(daemon.daemon.server.sessions)
     lease = peer.ask(Get(HASHES, device=True))[0].lease
     assert session.reading_gpu
     memory = peer.ask(Get(HASHES))[0].lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from benchmarks.peers import adapter
 from benchmarks.peers.payload import Payload, named_chain
 from benchmarks.peers.run import figures_of
 from benchmarks.peers.subject import Outcome, Subject
-from benchmarks.peers.works import WORKS
+from benchmarks.peers.works import WORKS, crowd, replay, traffic, working_set
 from benchmarks.peers.works.traffic import Popularity
 
 BLOCK = 256
@@ -80,6 +81,14 @@ class Store(adapter.Adapter):
         return 5000 + self.keys_take * len(self.blocks) if self.keys_take else 0
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes whenever a work looks at its clock, however busy the machine is."""
+    seconds = itertools.count(0.0)
+    for module in (crowd, replay, traffic, working_set):
+        monkeypatch.setattr(module, "_clock", lambda: next(seconds))
+
+
 def subject(store: Store) -> Subject:
     return Subject(store, Payload(BLOCK), SETTINGS)
 
@@ -104,7 +113,7 @@ def test_traffic_puts_what_is_missing_and_sees_evictions() -> None:
     assert (filled.items, len(store.blocks)) == (0, 64)
     assert store.calls == [("put", 4)] * 48
     store.calls.clear()
-    outcome = run(on, "traffic", count=4, factor=3.0, seconds=0.02)
+    outcome = run(on, "traffic", count=4, factor=3.0, seconds=500.0)
     gets, puts = store.calls.count(("get", 4)), store.calls.count(("put", 4))
     assert gets == len(outcome.samples) == outcome.items // 4
     assert 0 < puts < gets
@@ -119,7 +128,7 @@ def test_traffic_sees_wrong_bytes() -> None:
     run(on, "traffic_fill", count=4, factor=1.0)
     for key in list(store.blocks):
         spoil(store, key)
-    outcome = run(on, "traffic", count=4, factor=1.0, seconds=0.01)
+    outcome = run(on, "traffic", count=4, factor=1.0, seconds=50.0)
     assert outcome.wrong == outcome.items > 0
 
 
@@ -235,17 +244,19 @@ def test_clients_get_what_others_put_and_put_now_and_then() -> None:
         assert (settled.items, settled.lacking) == (16, 0)
     assert len(store.blocks) == 32
     store.calls.clear()
-    outcome = run(ones, "mingle", count=8, puts=4, seconds=0.02)
+    outcome = run(ones, "mingle", count=8, puts=4, seconds=60.0)
     assert [name for name, _ in store.calls[:8]] == ["get", "get", "get", "put"] * 2
     assert (outcome.wrong, outcome.lacking) == (0, 0)
     # The last get is there to be compared, and is not timed.
     assert outcome.items == 8 * len(outcome.samples) == 8 * (len(store.calls) - 1)
-    assert outcome.seconds >= 0.02
+    # Three looks at the clock for each call, two of them around it.
+    assert (len(outcome.samples), sum(outcome.samples)) == (20, 20.0)
+    assert outcome.seconds >= 60.0
     store.calls.clear()
     # What the first one put is what the second one gets.
     for key in [key for number in range(2) for key in named_chain(f"2 0 {number}", 8)]:
         spoil(store, key)
-    outcome = run(others, "mingle", count=8, puts=0, seconds=0.01)
+    outcome = run(others, "mingle", count=8, puts=0, seconds=60.0)
     assert {name for name, _ in store.calls} == {"get"}
     assert outcome.wrong == 8
 

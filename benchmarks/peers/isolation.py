@@ -30,8 +30,8 @@ _UP: Final = "up"
 _SIOCSIFFLAGS: Final = 0x8914
 _IFF_UP: Final = 1
 _LISTENING: Final = "0A"
-_DIE_WITH_PARENT: Final = ("setpriv", "--pdeathsig", "KILL", "--")
-"""Ends a server with the benchmark even where that is killed and cleans up nothing."""
+DIE_WITH_PARENT: Final = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Before a command: ends it with the benchmark even where that is killed and clears up nothing."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def loopback() -> Iterator[tuple[str, ...]]:
     """
     reasons = []
     for user in ((), ("--user", "--map-root-user")):
-        command = [*_DIE_WITH_PARENT, "unshare", *user, "--net", sys.executable, "-m", __name__]
+        command = [*DIE_WITH_PARENT, "unshare", *user, "--net", sys.executable, "-m", __name__]
         try:
             holder = _hold(command)
         except (OSError, PeerFailed) as error:
@@ -108,7 +108,7 @@ def running(
     with log.open("ab") as errors:
         try:
             process = subprocess.Popen(
-                [*_DIE_WITH_PARENT, *command],
+                [*DIE_WITH_PARENT, *command],
                 cwd=REPOSITORY,
                 env=os.environ | dict(environment or {}),
                 stdin=subprocess.DEVNULL,

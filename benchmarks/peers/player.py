@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contender import Contender, PeerFailed, Place, Setup
+from benchmarks.peers.isolation import DIE_WITH_PARENT
 from benchmarks.vllm.process import end_group, last_error
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,7 +30,8 @@ class Worker:
             PeerFailed: there is no such interpreter.
         """
         self._log = log
-        command = [*setup.prefix, setup.python, "-m", "benchmarks.peers.worker", contender.adapter]
+        worker = (setup.python, "-m", "benchmarks.peers.worker", contender.adapter)
+        command = [*DIE_WITH_PARENT, *setup.prefix, *worker]
         with log.open("ab") as output:
             try:
                 self._process = subprocess.Popen(

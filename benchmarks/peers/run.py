@@ -47,9 +47,10 @@ class Options:
         """An amount, or seconds, of a turn where the full run has ``usual``."""
         return usual * self.scale
 
-    def among(self, *scenes: Scene) -> list[Contender]:
-        """Who stands in one of these scenes."""
-        return [each for each in self.contenders if each.scenes & set(scenes)]
+    def among(self, *scenes: Scene, work: str = "") -> list[Contender]:
+        """Who stands in one of these scenes; with ``work``, the stores that can do it."""
+        found = [each for each in self.contenders if each.scenes & set(scenes)]
+        return [each for each in found if not work or _can(each, work)]
 
 
 Measure = Callable[[Options], Iterator[Row]]
@@ -81,8 +82,11 @@ def all_open(playing: Sequence[Player], block_bytes: int) -> Iterator[None]:
 
 def able(playing: Sequence[Player], work: str) -> list[Player]:
     """Who can do a work: no limit of the machine, and no store that lacks it."""
-    stores = [each for each in playing if each.contender.kind != "limit"]
-    return [each for each in stores if work not in each.contender.lacks]
+    return [each for each in playing if _can(each.contender, work)]
+
+
+def _can(contender: Contender, work: str) -> bool:
+    return contender.kind != "limit" and work not in contender.lacks
 
 
 def take_turns(

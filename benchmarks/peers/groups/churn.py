@@ -23,7 +23,7 @@ def eviction(options: Options) -> Iterator[Row]:
     parameters = {"count": count, "factor": 3.0, "seconds": options.scaled(4.0)}
     few = replace(options, rounds=min(options.rounds, MOST_ROUNDS))
     with (
-        on_stage(few, few.among(Scene.LOCAL), "eviction", capacity) as playing,
+        on_stage(few, few.among(Scene.LOCAL, work="traffic"), "eviction", capacity) as playing,
         all_open(playing, block),
     ):
         taking = able(playing, "traffic")
@@ -47,7 +47,7 @@ def trace(options: Options) -> Iterator[Row]:
     few = replace(options, rounds=min(options.rounds, MOST_ROUNDS))
     for scene, how in ((Scene.LOCAL, "copied"), (Scene.VIEWS, "zero copy")):
         with (
-            on_stage(few, few.among(scene), f"trace-{scene}", memory) as playing,
+            on_stage(few, few.among(scene, work="replay"), f"trace-{scene}", memory) as playing,
             all_open(playing, block),
         ):
             row = Row(

@@ -29,7 +29,7 @@ HEAD_START: Final = 0.3
 
 def clients(options: Options) -> Iterator[Row]:
     """Total rate, and the latency of each client's calls, by the number of clients."""
-    contenders = options.among(Scene.LOCAL)
+    contenders = options.among(Scene.LOCAL, work="mingle")
     with on_stage(options, contenders, "clients", CAPACITY) as playing:
         for number in CLIENTS:
             yield _row(options, playing, number)

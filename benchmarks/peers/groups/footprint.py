@@ -66,7 +66,7 @@ def keys(options: Options) -> Iterator[Row]:
     count = int(options.scaled(KEYS))
     few = replace(options, rounds=min(options.rounds, MOST_ROUNDS))
     with (
-        on_stage(few, few.among(Scene.LOCAL), "keys", GIB) as playing,
+        on_stage(few, few.among(Scene.LOCAL, work="keys"), "keys", GIB) as playing,
         all_open(playing, SMALL),
     ):
         row = Row(

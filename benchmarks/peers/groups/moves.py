@@ -19,7 +19,7 @@ CAPACITY: Final = GIB
 """Of each store: a dozen of them are up at once."""
 KEPT: Final = 256 * MIB
 """Bytes that gets go through before they come back."""
-TURN: Final = 0.2
+TURN: Final = 0.15
 """Seconds of timed calls in one turn."""
 QUICK: Final = 0.5
 """Below this scale memory is not met once before the turns that count."""

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.contender import Contender
 from benchmarks.peers.row import FIGURES, Entry, Row, Verdict
+from kvstore.units import format_size
 
 SHOWN = {"ours": "**ours**", "peer": "", "limit": "limit"}
 
@@ -172,12 +174,17 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
 def _legend(rows: Sequence[Row]) -> str:
     found = {e.contender.key: e.contender for row in rows for e in row.entries}
     lines = [
-        (key, SHOWN[each.kind], "yes" if each.shared else "no", each.title, each.note)
-        for key, each in found.items()
+        (key, SHOWN[each.kind], _shared(each), each.title, each.note) for key, each in found.items()
     ]
     heads = ("name", "", "shared", "what it is", "its configuration")
     said = "Shared: whether other clients find what one has put."
     return f"{table(heads, lines)}\n\n{said}"
+
+
+def _shared(contender: Contender) -> str:
+    if contender.kind == "limit":
+        return "-"
+    return "yes" if contender.shared else "no"
 
 
 def _about(about: Mapping[str, Any]) -> str:
@@ -186,6 +193,8 @@ def _about(about: Mapping[str, Any]) -> str:
         text = value
         if isinstance(value, Mapping):
             text = ", ".join(f"{key} {each}" for key, each in value.items())
+        elif name.endswith("_bytes"):
+            text = format_size(value)
         lines.append(f"- {name.replace('_', ' ')}: {text}")
     return "\n".join(lines)
 

@@ -192,7 +192,10 @@ def test_every_byte_of_a_block_is_checked_and_no_block_is_anothers() -> None:
 
 
 def test_pages_and_plots_say_what_the_turns_were(tmp_path: Path) -> None:
-    report = Report(tmp_path / "out" / "peers", {"date": "today", "peers": {"redis": "7"}})
+    report = Report(
+        tmp_path / "out" / "peers",
+        {"date": "today", "memory_bytes": 1 << 30, "peers": {"redis": "7"}},
+    )
     ours, failed = scripted("us", kind="ours", key="us"), scripted("spoils")
     for size in moves.SIZES:
         turns = [{"rate": 2e9, "p50": 0.001}, {"rate": 4e9, "p50": 0.001}]
@@ -205,6 +208,7 @@ def test_pages_and_plots_say_what_the_turns_were(tmp_path: Path) -> None:
     text = report.markdown.read_text()
     assert "| `local/get/1048576` | rate | 3.00 GB/s | no peer | - | - | 2 | - |" in text
     assert "scripted-spoils: no figure: wrong | bytes" in text
+    assert "- memory bytes: 1 GiB\n- peers: redis 7\n" in text
     written = draw(report.rows, tmp_path / "out" / "peers")
     assert [path.name for path in written] == ["peers-local-rate.svg", "peers-local-p50.svg"]
     assert all(path.read_text().startswith("<?xml") for path in written)

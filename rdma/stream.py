@@ -95,8 +95,10 @@ class SocketStream(Generic[E]):
         on_events: called with the events of each piece received.
         on_closed: called once where the stream has ended without :meth:`close`: with the error
             if it broke, with ``None`` when :meth:`finish` is through. The socket is closed by
-            then. The peer's end is no such case: it reaches the owner as the decoder's event, and
-            the owner may still send before it finishes or closes.
+            then. Where a peer on the same host takes nothing more, a stream that ``serves`` reads
+            what it said before, and breaks then. The peer's end is no such case: it reaches the
+            owner as the decoder's event, and the owner may still send before it finishes or
+            closes.
         high_water: bytes waiting to be sent above which the stream is not ``writable``, until
             it is below half of that.
         serves: whether reading stops while the stream is not writable, so that who does not
@@ -143,6 +145,7 @@ class SocketStream(Generic[E]):
         self._ended = False
         self._finishing = False
         self._closed = False
+        self._unheard: OSError | None = None  # why nothing can be sent any more
         self._drained: asyncio.Future[None] | None = None
 
     # --- reading -------------------------------------------------------------------------------
@@ -228,6 +231,8 @@ class SocketStream(Generic[E]):
         events = self._decoder.feed_eof()
         if events:
             self._on_events(events)
+        if self._unheard is not None and not self._closed:
+            self._break(self._unheard)
 
     # --- sending -------------------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class SocketStream(Generic[E]):
                 has been given to the kernel, with ``False`` if that will never happen.
             fds: file descriptors to go with the first byte (Unix sockets); open until then.
         """
-        if self._closed or self._finishing:
+        if self._closed or self._finishing or self._unheard is not None:
             if on_sent is not None:
                 on_sent(False)
             return
@@ -303,7 +308,7 @@ class SocketStream(Generic[E]):
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            self._break(error)
+            self._cannot_send(error)
             return -1
 
     def _flush(self) -> None:
@@ -327,7 +332,7 @@ class SocketStream(Generic[E]):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            self._break(error)
+            self._cannot_send(error)
             return False
         self._take_off(sent)
         return sent == sum(map(len, parts))
@@ -421,6 +426,9 @@ class SocketStream(Generic[E]):
             self._loop.remove_writer(self._fd)
         self._sock.close()
         self._wake_senders()
+        self._drop_queue()
+
+    def _drop_queue(self) -> None:
         queue, self._queue = self._queue, deque()
         self._queued = 0
         for frame in queue:
@@ -435,6 +443,18 @@ class SocketStream(Generic[E]):
     def _finish_now(self) -> None:
         if not self._closed and not self._queue:
             self._end(None)
+
+    def _cannot_send(self, error: OSError) -> None:
+        """Break the stream, at once or where there is no more to read."""
+        gone = isinstance(error, ConnectionError) and self._sock.family == socket.AF_UNIX
+        if not (gone and self._serves) or self._ended or self._finishing:
+            self._break(error)
+            return
+        # What the peer said last may matter even where it awaits no answer.
+        self._unheard = error
+        self._drop_queue()
+        if not self._flushing:
+            self._after_flush()
 
     def _break(self, error: Exception) -> None:
         self._end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvstore.protocol.messages import (
     Ping,
     Release,
     release_header,
+    request_header,
     unmapped_header,
 )
 from rdma.transport import split_place
@@ -118,6 +120,26 @@ def test_a_segment_is_shared_once_with_a_session(peer: Peer, daemon: Watched) ->
     assert sharers(daemon) == 1
     peer.send(unmapped_header([number]))
     peer.sock.close()
+    wait_for(lambda: not daemon.metrics.sessions)
+    assert departing(daemon) == sharers(daemon) == 0
+
+
+def test_what_a_client_said_before_it_went_counts(peer: Peer, daemon: Watched) -> None:
+    number = split_place(get(peer)[1][0])[0]
+    peer.ask(DeviceSegments([number]))
+    busy, gone = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        gone.wait(30)
+
+    # The node gets to read all this when nobody takes the first answer any more.
+    daemon.loop.call_soon_threadsafe(hold)
+    assert busy.wait(30)
+    peer.send(request_header(100, 5000, Ping()))
+    peer.send(unmapped_header([number]))
+    peer.sock.close()
+    gone.set()
     wait_for(lambda: not daemon.metrics.sessions)
     assert departing(daemon) == sharers(daemon) == 0
 

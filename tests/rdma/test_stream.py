@@ -268,6 +268,26 @@ def test_a_peer_that_is_gone_is_noticed_by_the_next_small_frame(run: Run) -> Non
     run(main)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_who_serves_reads_what_a_peer_said_before_it_was_gone(run: Run, parts: int) -> None:
+    async def main() -> None:
+        a, b = connected()
+        left = End(a, serves=True)
+        left.stream.start()
+        send_all(b, b"".join(framed(b"last words")))
+        b.close()
+        sent: list[bool] = []
+        for _ in range(2):
+            left.stream.send([b"part"] * parts, sent.append)
+        assert sent == [False, False]
+        await left.until(lambda: bool(left.closed))
+        assert left.events == [b"last words", b"<end>"]
+        assert isinstance(left.closed[0], BrokenPipeError)
+        assert len(left.closed) == 1
+
+    run(main)
+
+
 def test_who_does_not_read_is_not_read_from(run: Run) -> None:
     async def main() -> None:
         a, b = connected()

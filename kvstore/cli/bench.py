@@ -71,8 +71,9 @@ def bench(
     """Measure a running node: put, get, view, match and exists, beside memcpy of as many bytes.
 
     --block-size and --batch may be repeated, or given as a list with commas; every combination is
-    measured. All blocks go to a namespace of the benchmark's own and are removed in the end, for
-    which it needs the control plane. Exit status 1 if a byte was wrong or blocks were left behind.
+    measured. All blocks go to namespaces of the benchmark's own and are removed after each round,
+    for which it needs the control plane. Exit status 1 if a byte was wrong or blocks were left
+    behind.
     """
     from kvstore.bench_room import check_room
     from kvstore.errors import Unavailable

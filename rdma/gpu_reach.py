@@ -47,7 +47,12 @@ class CudaGpu:
             own = self._check(self._driver.cuDeviceGet(number))
             self._uuid = self._name(own)
             self._reaches = [self._uuid, *self._peers(own)]
-        except (ImportError, OSError, RuntimeError) as error:
+        except ImportError as error:
+            raise SegmentError(
+                f"GPU {number} can't be used: CUDA is reached through the package cuda-bindings, "
+                f"which comes with PyTorch for CUDA ({error})"
+            ) from error
+        except (OSError, RuntimeError) as error:
             # A RuntimeError is how cuda-bindings says that there is no driver to load.
             raise SegmentError(f"GPU {number} can't be used: {error}") from error
 

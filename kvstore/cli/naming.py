@@ -35,17 +35,17 @@ class Knows(Protocol):
 
 
 async def find_namespace(node: Knows, selector: str | None) -> NamespaceReport:
-    """The one namespace that ``selector`` names, or the only one where it is None.
+    """The one namespace that ``selector`` names, or the only one with blocks where it is None.
 
-    A full fingerprint that the node does not know is taken as it is, so that ``explain`` can say
-    so.
+    Without a selector, and where none has blocks, it is the only one that is known. A full
+    fingerprint that the node does not know is taken as it is, so that ``explain`` can say so.
 
     Raises:
         typer.BadParameter: none or several fit.
     """
     known = await node.namespaces()
     if selector is None:
-        found = list(known)
+        found = [one for one in known if one.blocks] or list(known)
     else:
         wanted = selector.lower()
         found = [one for one in known if one.fingerprint.hex().startswith(wanted)]

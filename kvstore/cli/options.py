@@ -60,7 +60,7 @@ Namespace = Annotated[
         "--namespace",
         "-n",
         help="Namespace: the beginning of its fingerprint, or (part of) its model's name. Not "
-        "needed where the node holds one only.",
+        "needed where only one has blocks.",
     ),
 ]
 Tier = Annotated[

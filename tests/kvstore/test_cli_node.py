@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.running import DaemonThread, make_config, wait_for
 BLOCK = 64 << 10
 TOKENS = list(range(16 * 10))
 NAMESPACE = kvstore.Namespace("acme/llama", "bfloat16", "NHD", 16, BLOCK)
+TEXT = ",".join(map(str, TOKENS))
 HASHES = kvstore.prefix_hashes(TOKENS, NAMESPACE.block_tokens)
 
 Cli = Callable[..., tuple[int, str]]
@@ -66,6 +68,21 @@ def test_what_was_put_is_seen(cli: Cli) -> None:
     found = answer(cli, "match", "--tokens", tokens, status=1)
     assert (found["asked"], found["blocks"]) == (11, 10)
     assert answer(cli, "explain", "-t", tokens, status=1)["ending"] == "never_stored"
+
+
+def test_namespaces_without_blocks_are_no_choice_beside_one_with_some(
+    cli: Cli, node: DaemonThread
+) -> None:
+    empty = replace(NAMESPACE, model="kvstore-bench")
+    with kvstore.connect(node.url, empty) as client:
+        assert client.put(HASHES[:1], [bytes(BLOCK)]).stored == 1
+        assert cli("match", "--tokens", TEXT)[0] == main.USAGE
+        answer(cli, "evict", "--all", "-n", empty.model)
+    assert len(answer(cli, "namespaces")) == 2
+    assert answer(cli, "match", "--tokens", TEXT)["blocks"] == len(HASHES)
+    assert answer(cli, "explain", "--tokens", TEXT)["blocks"] == len(HASHES)
+    assert answer(cli, "evict", "--all")["blocks"] == len(HASHES)
+    assert cli("match", "--tokens", TEXT)[0] == main.USAGE  # now neither has any
 
 
 def test_a_pinned_prefix_outlives_an_eviction(cli: Cli) -> None:

@@ -168,7 +168,12 @@ class DramSection(Section):
 
 def _numbers(value: object) -> object:
     """Several numbers as the environment and flags give them: as in a file, or without brackets."""
-    return value.strip().strip("[]").split(",") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    parts = [part.strip() for part in value.strip().strip("[]").split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"expected numbers with commas between them, such as 0,1, not {value!r}")
+    return parts
 
 
 def _one_or_more(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -476,6 +481,11 @@ def _space_complaints(config: Config) -> Iterator[Complaint]:
 
 def _hbm_complaints(config: Config) -> Iterator[Complaint]:
     hbm = config.hbm
+    if "gpus" in hbm.model_fields_set and "capacity" not in hbm.model_fields_set:
+        yield (
+            ("hbm.gpus", "hbm.capacity"),
+            "without hbm.capacity (--hbm) no GPU is used: say how much of each, or 0 for none",
+        )
     if not hbm.capacity:
         return
     if hbm.segment % HUGE_PAGE:

@@ -141,6 +141,7 @@ def test_gpus_are_numbers(tmp_path: Path) -> None:
     file.write_text('[hbm]\ncapacity = "100MiB"\ngpus = [2, 0]\n')
     hbm = load(file, environ={}).config.hbm
     assert (hbm.gpus, hbm.segment) == ((2, 0), 64 << 20)
+    assert load(file, environ={}, flags={"hbm.capacity": "0"}).config.hbm.capacity == 0
 
 
 def test_defaults_agree_with_what_is_derived() -> None:
@@ -167,7 +168,9 @@ def test_defaults_agree_with_what_is_derived() -> None:
             r"^dram.segment: must be a multiple of 2 MiB",
         ),
         ({"KVSTORE_HBM__GPUS": "0,0"}, r"^hbm.gpus: expected one or more different.*HBM__GPUS"),
-        ({"KVSTORE_HBM__GPUS": "first"}, r"^hbm.gpus: "),
+        ({"KVSTORE_HBM__GPUS": "first"}, r"^hbm.gpus: expected .* such as 0,1, not 'first' \(from"),
+        ({"KVSTORE_HBM__GPUS": "0-1"}, r"^hbm.gpus: expected .* such as 0,1, not '0-1' \(from"),
+        ({"KVSTORE_HBM__GPUS": "0,1"}, r"^hbm.gpus: .* hbm.capacity .*hbm.gpus from .*HBM__GPUS"),
         ({"KVSTORE_HBM__GPUS": "-1"}, r"^hbm.gpus: "),
         ({"KVSTORE_HBM__GPUS": ",".join(map(str, range(17)))}, r"^hbm.gpus: "),
         ({"KVSTORE_HBM__PROMOTE_AFTER": "3"}, r"^hbm.promote_after: "),
@@ -360,7 +363,8 @@ def test_every_key_can_be_set_from_the_environment() -> None:
         if value is None or key.startswith("auth."):
             continue
         name = "KVSTORE_" + key.upper().replace(".", "__")
-        effective = load(environ={name: str(value)})
+        # GPUs alone are refused: they need a capacity.
+        effective = load(environ={"KVSTORE_HBM__CAPACITY": "0", name: str(value)})
         assert str(effective.origins[key]) == f"environment {name}"
         assert {name: found for name, found, _ in effective.rows()}[key] == value
     assert len(sources.keys()) == len(load(environ={}).rows())

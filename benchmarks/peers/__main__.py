@@ -27,6 +27,7 @@ from kvstore.errors import MissingExtra
 
 RESULTS = Path(__file__).parents[1] / "results"
 FAMILIES = tuple(dict.fromkeys(each.family for each in CONTENDERS if each.kind == "peer"))
+MODES = (*FAMILIES, *(each.key for each in CONTENDERS if each.family in FAMILIES))
 
 
 def main() -> int:
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         nargs="*",
+        choices=MODES,
         metavar="PEER",
         help=f"of the peers these alone: {', '.join(FAMILIES)}, or one mode such as mooncake-tcp",
     )

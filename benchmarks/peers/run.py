@@ -15,6 +15,8 @@ from benchmarks.peers.contender import Contender, PeerFailed, Scene
 from benchmarks.peers.player import Player, players
 from benchmarks.peers.row import Entry, Row, Turn
 
+SHOWN = 120
+"""Characters of a failure that are shown while others are measured; the report has all."""
 TRACE = Path(__file__).parents[3] / "shared/traces/conversation.jsonl"
 """Beside the checkout."""
 LACKING = 0.01
@@ -109,7 +111,7 @@ def take_turns(
         first = turn % len(taking) if taking else 0
         for player in taking[first:] + taking[:first]:
             _turn(player, entries[player.contender.key], work, parameters, counts=turn > 0)
-    options.say(f"{row.key}: {time.monotonic() - began:.0f} s; {_standing(row)}")
+    options.say(f"{row.key}: {time.monotonic() - began:.0f} s; {_standing(options, row, work)}")
     return row
 
 
@@ -151,7 +153,7 @@ def _turn(
         entry.turns.append(figures)
 
 
-def _standing(row: Row) -> str:
+def _standing(options: Options, row: Row, work: str) -> str:
     if not row.goals:
         return ""
     verdict = row.verdict(row.goals[0])
@@ -160,5 +162,21 @@ def _standing(row: Row) -> str:
             each.failure for each in row.entries if each.contender.kind == "ours"
         )
     if verdict.ratio is None or verdict.other is None:
-        return "nobody to compare with"
+        return "nobody to compare with: " + "; ".join(_reasons(options, row, work))
     return f"{verdict.ratio:.2f} times as good as {verdict.other.contender.key}"
+
+
+def _reasons(options: Options, row: Row, work: str) -> list[str]:
+    """Why no peer has a figure, each reason once."""
+    peers = [each.family for each in options.contenders if each.kind == "peer"]
+    entries = [each for each in row.entries if each.contender.kind != "ours"]
+    taking = {each.contender.family for each in entries}
+    failures = [_short(each.failure) for each in entries if each.failure]
+    absent = [f"{peer} does no {work} here" for peer in peers if peer not in taking]
+    found = list(dict.fromkeys((*failures, *absent)))
+    return found or ["its peers have no such figure" if peers else "no peer was chosen"]
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."

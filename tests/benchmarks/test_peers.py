@@ -214,6 +214,37 @@ def test_pages_and_plots_say_what_the_turns_were(tmp_path: Path) -> None:
     assert all(path.read_text().startswith("<?xml") for path in written)
 
 
+def test_a_peer_that_there_is_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["peers", "--only", "trace", "--trace", str(tmp_path / "none"), "--peers", "redis"]
+    monkeypatch.setattr(sys, "argv", [*words, "foo", "--output", str(tmp_path / "figures")])
+    with pytest.raises(SystemExit) as refused:
+        command.main()
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    assert "'foo'" in said
+    assert all(f"'{name}'" in said for name in ("redis", "redis-raw", "mooncake-tcp", "nixl"))
+
+
+@pytest.mark.timeout(120)
+def test_a_row_without_a_peer_says_why(tmp_path: Path) -> None:
+    def said(*peers: Contender) -> str:
+        heard: list[str] = []
+        ours = scripted("", kind="ours", key="us")
+        chosen = replace(options(tmp_path / str(len(peers)), ours, *peers), say=heard.append)
+        with on_stage(chosen, chosen.contenders, "s", CAPACITY) as playing, all_open(playing, SIZE):
+            row = Row("views", "views/put", "put", [Goal("p50")])
+            take_turns(chosen, playing, row, "put", TURN)
+        return heard[-1].partition("nobody to compare with")[2]
+
+    absent = scripted("absent"), scripted("absent", key="scripted-more")
+    unable = scripted("", key="redis-raw", lacks=frozenset({"put"}))
+    assert said() == ": no peer was chosen"
+    assert said(*absent) == ": it is not installed"
+    assert said(*absent, unable) == ": it is not installed; redis does no put here"
+
+
 @pytest.mark.timeout(300)
 def test_the_command_writes_a_table_of_a_quick_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -134,13 +134,19 @@ class Administration:
 
     async def flush(self, tier: str) -> Removal:
         """See ``ControlTarget.flush``."""
-        if tier == "dram":
-            return await self._flush_dram()
-        if tier == "ssd" and self._node.ssd is not None:
+        self._check_tier(tier)
+        if tier == "ssd":
             return self._flush_ssd()
         if tier == "hbm" and self._node.gpus is not None:
             return self._flush_hbm(self._node.gpus)
-        raise InvalidRequest(f"this node has no {tier} tier")
+        return await self._flush_dram()
+
+    def _check_tier(self, tier: str | None) -> None:
+        has = {"dram"}
+        has |= {"ssd"} if self._node.ssd is not None else set()
+        has |= {"hbm"} if self._node.gpus is not None else set()
+        if tier is not None and tier not in has:
+            raise InvalidRequest(f"this node has no {tier} tier")
 
     async def _flush_dram(self) -> Removal:
         moved = 0
@@ -180,17 +186,22 @@ class Administration:
         self, namespace: bytes | None, tier: str | None
     ) -> AsyncIterator[VerifyProgress]:
         """See ``ControlTarget.verify``."""
+        self._check_tier(tier)
         entries = [
             entry
             for entry in self._committed()
-            if namespace is None or entry.shard.namespace == namespace
+            if namespace in (None, entry.shard.namespace) and tier in (None, *entry.tiers)
         ]
-        checked = size = corrupt = unreadable = 0
+        checked = size = corrupt = unreadable = left = 0
         for start in range(0, len(entries), _VERIFY_BATCH):
             batch = entries[start : start + _VERIFY_BATCH]
             found = await asyncio.gather(*(self._verify_one(entry, tier) for entry in batch))
-            checked += len(batch)
-            size += _bytes(batch)
+            looked_at = [
+                entry for entry, verdict in zip(batch, found, strict=True) if verdict != "gone"
+            ]
+            checked += len(looked_at)
+            left += len(batch) - len(looked_at)
+            size += _bytes(looked_at)
             names = tuple(
                 BlockName(entry.shard.namespace, entry.hash)
                 for entry, verdict in zip(batch, found, strict=True)
@@ -198,11 +209,13 @@ class Administration:
             )
             corrupt += len(names)
             unreadable += found.count("unreadable")
-            yield VerifyProgress(checked, len(entries), size, corrupt, unreadable, names)
-        yield VerifyProgress(checked, len(entries), size, corrupt, unreadable, finished=True)
+            total = len(entries) - left
+            yield VerifyProgress(checked, total, size, corrupt, unreadable, names)
+        yield VerifyProgress(checked, checked, size, corrupt, unreadable, finished=True)
 
     async def _verify_one(self, entry: Entry, tier: str | None) -> str:
-        if entry.gone:
+        """What is found of a block: ``gone`` where it has left the tier, or the node, meanwhile."""
+        if entry.gone or tier not in (None, *entry.tiers):
             return "gone"
         self._node.pin((entry,))
         try:

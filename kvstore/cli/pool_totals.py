@@ -17,6 +17,7 @@ from kvstore.control.pool_views import (
     merge_removals,
     totals,
 )
+from kvstore.errors import InvalidRequest
 from kvstore.units import format_duration, format_size
 
 # --- status ---------------------------------------------------------------------------------------
@@ -127,7 +128,8 @@ def verify(remote: Remote, namespace: str | None, tier: str | None, *, as_json: 
     async def question(pool: PoolCaller) -> None:
         chosen = (await find_namespace(pool, namespace)).fingerprint if namespace else None
         names: list[dict[str, str]] = []
-        answers = await _verify(pool, chosen, tier, names)
+        having = await _having(pool, tier)
+        answers = await _verify(pool, chosen, tier, having, names)
         whole = merge_progress(one.value for one in answers)
         if as_json:
             rest = {"nodes": parts(answers), "failed": pool.failed}
@@ -140,8 +142,25 @@ def verify(remote: Remote, namespace: str | None, tier: str | None, *, as_json: 
     ask_pool(remote, question)
 
 
+async def _having(pool: PoolCaller, tier: str | None) -> set[int]:
+    """Numbers of the members that have the tier."""
+    if tier is None:
+        return {member.number for member in pool.members}
+    answers = await pool.ask(lambda client, _: client.status())
+    found = {
+        one.member.number for one in answers if tier in (report.name for report in one.value.tiers)
+    }
+    if not found:
+        raise InvalidRequest(f"no node of this pool has a tier {tier}")
+    return found
+
+
 async def _verify(
-    pool: PoolCaller, namespace: bytes | None, tier: str | None, names: list[dict[str, str]]
+    pool: PoolCaller,
+    namespace: bytes | None,
+    tier: str | None,
+    having: set[int],
+    names: list[dict[str, str]],
 ) -> list[Answer[VerifyProgress]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -153,6 +172,8 @@ async def _verify(
         task = progress.add_task("verify", total=None)
 
         async def follow(client: PoolClient, member: MemberReport) -> VerifyProgress:
+            if member.number not in having:
+                return VerifyProgress(0, 0, 0, finished=True)
             last = VerifyProgress(0, 0, 0)
             async for last in client.verify(namespace, tier):
                 names.extend({"node": member.node, "hash": one.hash.hex()} for one in last.names)

@@ -240,7 +240,9 @@ class VerifyProgress:
     """How far a verification is. The last one has ``finished`` set."""
 
     checked: int
+    """Blocks looked at; a copy whose checksum nobody took is one of them."""
     total: int
+    """Blocks to look at, less those that have gone meanwhile."""
     bytes: int
     corrupt: int = 0
     unreadable: int = 0
@@ -377,7 +379,10 @@ class ControlTarget(Protocol):
     def verify(self, namespace: bytes | None, tier: str | None) -> AsyncIterator[VerifyProgress]:
         """Compare all committed blocks with their checksums, dropping what is corrupt.
 
-        Yields progress at least once a second and once at the end. Ends when the iterator is
-        closed.
+        With a tier, only what lies there is looked at and counted. Yields progress at least once a
+        second and once at the end. Ends when the iterator is closed.
+
+        Raises:
+            InvalidRequest: the node has no such tier.
         """
         ...

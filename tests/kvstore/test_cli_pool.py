@@ -16,6 +16,7 @@ from kvstore.cli.pool import PARTIAL
 from kvstore.control.pool import DirectoryReport
 from tests.kvstore.peer import BLOCK, NAMESPACE
 from tests.kvstore.pooled import Pool, PooledNode, pool
+from tests.kvstore.pulling import LISTEN
 from tests.kvstore.watched import chain
 from tests.running import DaemonThread, make_config
 
@@ -191,6 +192,38 @@ def test_verify_checks_every_node(cli: Cli) -> None:
     assert (found["pool"]["checked"], found["pool"]["finished"]) == (15, True)
     assert [one["answer"]["checked"] for one in found["nodes"]] == [8, 3, 4]
     assert "Checked 15 blocks" in cli("verify", "--pool", "-n", NAMESPACE.model)[1]
+
+
+def test_verify_of_a_tier_that_no_node_has_fails(cli: Cli) -> None:
+    found = answer(cli, "verify", "--pool", "--tier", "dram")
+    assert found["pool"]["checked"] == 15
+    status, _, err = cli("verify", "--pool", "--tier", "ssd")
+    assert status == main.FAILED
+    assert "no node of this pool has a tier ssd" in err
+    assert cli("verify", "--tier", "hbm")[0] == main.FAILED
+
+
+def test_verify_of_a_tier_leaves_out_nodes_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [
+        make_config(tmp_path / name, listen=LISTEN, node={"name": name}, **more)
+        for name, more in (("with", {"ssd": {"capacity": "32MiB"}}), ("without", {}))
+    ]
+    running = Pool()
+    try:
+        running.open(configs)
+        for node in running.nodes:
+            node.put(HASHES)
+        cli = runner(capsys)
+        monkeypatch.setenv("KVSTORE_CONTROL", control(running.nodes[1]))
+        answer(cli, "flush", "dram", "--node", "with")
+        found = answer(cli, "verify", "--pool", "--tier", "ssd")
+        assert [one["answer"]["checked"] for one in found["nodes"]] == [8, 0]
+        assert (found["pool"]["checked"], found["failed"]) == (8, [])
+        running.check()
+    finally:
+        running.close()
 
 
 def test_cluster_shows_nodes_and_who_pulls_from_whom(cli: Cli, three: Pool) -> None:

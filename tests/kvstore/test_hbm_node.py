@@ -175,7 +175,8 @@ def test_a_copy_that_is_wrong_is_found(daemon: Watched, device: CpuDevice, peer:
     assert place is not None
     tier = gpus(daemon)[0].tier
     address = tier.segment(place >> 44).address + (place & ((1 << 44) - 1))
-    assert operator.verify(None, "hbm")[-1].corrupt == 0
+    before = operator.verify(None, "hbm")[-1]
+    assert (before.checked, before.total, before.corrupt) == (4, 4, 0)
     device.write(address, b"x")
     found = operator.verify(None, "hbm")
     assert found[-1].corrupt == 1

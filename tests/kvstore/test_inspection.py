@@ -447,6 +447,40 @@ def test_flipped_bit_on_the_ssd_is_found(
     assert operator.verify()[-1] == VerifyProgress(6, 6, 6 * BLOCK, finished=True)
 
 
+def test_verification_of_a_tier_counts_what_lies_there(operator: Operator, peer: Peer) -> None:
+    nothing = VerifyProgress(0, 0, 0, finished=True)
+    everything = VerifyProgress(10, 10, 10 * BLOCK, finished=True)
+    assert operator.verify(tier="ssd")[-1] == nothing
+    assert operator.verify(tier="dram")[-1] == everything
+    operator.flush("dram")
+    assert operator.verify(tier="ssd")[-1] == everything
+    assert operator.verify(tier="dram")[-1] == nothing
+
+
+def test_a_tier_that_the_node_does_not_have_is_not_verified(tmp_path: Path) -> None:
+    with Watched(make_config(tmp_path)) as daemon:
+        for tier in ("ssd", "hbm"):
+            with pytest.raises(InvalidRequest, match=f"no {tier} tier"):
+                Operator(daemon).verify(tier=tier)
+
+
+def test_what_leaves_the_tier_meanwhile_is_not_counted(
+    daemon: Watched, operator: Operator, peer: Peer
+) -> None:
+    operator.flush("dram")
+    found = []
+
+    async def verify() -> None:
+        async for progress in operator.target.verify(None, "ssd"):
+            if not found:
+                await operator.target.flush("ssd")
+            found.append(progress)
+
+    daemon.call(verify)
+    assert found[0].checked == found[0].total - 2 == 8
+    assert found[-1] == VerifyProgress(8, 8, 8 * BLOCK, finished=True)
+
+
 def test_flipped_bit_on_the_ssd_is_a_miss(
     tmp_path: Path, daemon: Watched, operator: Operator, peer: Peer
 ) -> None:

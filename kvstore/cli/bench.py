@@ -75,7 +75,8 @@ def bench(
     for which it needs the control plane. Exit status 1 if a byte was wrong or blocks were left
     behind.
     """
-    from kvstore.bench_room import check_room
+    from kvstore.bench_room import check_most, check_own, check_room
+    from kvstore.doctor import memory as machine
     from kvstore.errors import Unavailable
 
     most = parse_block_size(memory, "--memory", at_most=1 << 40)
@@ -84,8 +85,8 @@ def bench(
     status = ask(remote, lambda node: node.status())
     if status.state != "serving":
         raise Unavailable(f"{status.name} is {status.state}, and takes no blocks now")
-    if not make_room:
-        check_room(status, tenant, most)
+    (check_most if make_room else check_room)(status, tenant, most)
+    check_own(machine.available(), most, max(load.bytes for load in loads))
     [url], token = destinations([url] if url else None, config)
     options = {"transport": transport, "deadline": deadline, "token": token}
     cleaning = Cleaning(remote)

@@ -42,22 +42,38 @@ def check_capacity(dram: DramSection, root: Path = Path("/")) -> Finding:
         root: where ``proc`` and ``sys`` are.
     """
     meminfo = root / "proc/meminfo"
-    free = _fields(meminfo).get("MemAvailable")
-    if free is None:
+    found = available(root)
+    if found is None:
         return Finding("memory", "warning", f"{meminfo} does not say how much memory is free")
-    available, place = min([(free, ""), *((left, f" in {group}") for left, group in room(root))])
+    left, place = found
     text = (
-        f"{format_size(available)} available{place}, "
+        f"{format_size(left)} available{place}, "
         f"{format_size(dram.capacity)} wanted for the DRAM tier"
     )
     if dram.huge_pages == "require":
         return Finding("memory", "info", f"{text}; it comes from reserved huge pages")
-    if available >= dram.capacity:
+    if left >= dram.capacity:
         return Finding("memory", "ok", text)
     if dram.overcommit:
         return Finding("memory", "warning", f"{text}; dram.overcommit lets the node start anyway")
-    remedy = f"kvstore serve --dram {max(available * 3 // 4 >> 20, 1)}MiB"
+    remedy = f"kvstore serve --dram {max(left * 3 // 4 >> 20, 1)}MiB"
     return Finding("memory", "failure", text, remedy)
+
+
+def available(root: Path = Path("/")) -> tuple[int, str] | None:
+    """Memory that this process may still have.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+
+    Returns:
+        Bytes, and where the limit is as a message says it, such as `` in /sys/fs/cgroup/a``, empty
+        for the whole machine; None where the kernel does not say.
+    """
+    free = _fields(root / "proc/meminfo").get("MemAvailable")
+    if free is None:
+        return None
+    return min([(free, ""), *((left, f" in {group}") for left, group in room(root))])
 
 
 def room(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.bench_room import check_room, room
+from kvstore.bench_room import check_most, check_own, check_room, most, room
 from kvstore.control.interface import NodeStatus, TenantReport, TierReport
-from kvstore.errors import OutOfSpace
+from kvstore.errors import ConfigError, OutOfSpace
 
 MIB = 1 << 20
 
@@ -51,3 +51,27 @@ def test_a_refusal_says_what_would_fit() -> None:
         check_room(status(800), "default", 101 * MIB)
     with pytest.raises(OutOfSpace, match=r"has 0 B .*: let it drop blocks of others with --make"):
         check_room(status(1000), "default", MIB)
+
+
+def test_no_more_fits_than_dram_holds_with_everything_else_gone() -> None:
+    small = TenantReport("small", dram=0, ssd=0, dram_quota=150 * MIB)
+    assert [most(status(used, lost=100), "default") // MIB for used in (0, 700)] == [800, 800]
+    # Beyond its quota a tenant's own blocks leave first, as soon as DRAM is full.
+    assert [most(status(used, small), "small") // MIB for used in (100, 800)] == [800, 150]
+
+
+def test_more_than_dram_holds_is_refused_whatever_may_be_dropped() -> None:
+    check_most(status(900), "default", 900 * MIB)
+    with pytest.raises(OutOfSpace, match=r"900 MiB at most, .* wants 901 MiB: .*--memory 900MiB$"):
+        check_most(status(900), "default", 901 * MIB)
+    with pytest.raises(OutOfSpace, match=r"wants 901 MiB: take less with --memory 100MiB$"):
+        check_room(status(800), "default", 901 * MIB)
+
+
+def test_the_benchmark_wants_memory_of_its_own() -> None:
+    check_own((100 * MIB, ""), 80 * MIB, 10 * MIB)
+    check_own(None, 80 * MIB, 10 * MIB)
+    with pytest.raises(ConfigError, match=r"101 MiB .* 100 MiB available in /g: .*--memory 80MiB$"):
+        check_own((100 * MIB, " in /g"), 81 * MIB, 10 * MIB)
+    with pytest.raises(ConfigError, match="smaller blocks or batches$"):
+        check_own((15 * MIB, ""), 10 * MIB, 10 * MIB)

@@ -18,6 +18,7 @@ from kvstore.cli import bench_run, main
 from kvstore.cli.bench_run import MODEL, Cleaning
 from kvstore.cli.options import Remote
 from kvstore.control.interface import Removal
+from kvstore.doctor import memory
 from tests.running import DaemonThread, make_config, wait_for
 
 NAMESPACE = kvstore.Namespace("acme/llama", "bfloat16", "NHD", 16, 64 << 10)
@@ -104,6 +105,30 @@ def test_room_is_made_where_that_was_asked_for(tmp_path: Path, cli: Cli) -> None
         assert status == 0
         assert json.loads(out)["evicted"] > 0
         assert held(cli, daemon)[MODEL] == 0
+
+
+@pytest.mark.parametrize("memory", ["900GiB", "16MiB"])
+def test_nothing_is_dropped_for_more_than_the_node_holds(
+    tmp_path: Path, cli: Cli, memory: str
+) -> None:
+    with DaemonThread(make_config(tmp_path)) as daemon:
+        with kvstore.connect(daemon.url, NAMESPACE) as client:
+            client.put(HASHES, [bytes(64 << 10)] * len(HASHES))
+        status, _, err = cli("bench", *SMALL, "--memory", memory, *of(daemon), "--make-room")
+        assert status == main.FAILED
+        assert "7.2 MiB at most" in err
+        assert held(cli, daemon) == {"acme/llama": len(HASHES)}
+
+
+def test_more_than_this_process_can_have_is_refused(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: (3 << 20, ""))
+    with DaemonThread(make_config(tmp_path)) as daemon:
+        status, _, err = cli("bench", *SMALL, *of(daemon))
+        assert status == main.USAGE
+        assert "3 MiB available" in err
+        assert held(cli, daemon) == {}
 
 
 def test_what_is_put_must_be_removable(tmp_path: Path, cli: Cli) -> None:

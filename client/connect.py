@@ -52,14 +52,15 @@ def connect(
             PEM. It must also name the host of the URL. Without it the system's count.
         certificate: for ``tls``, file of the client's own certificate, if the node wants one.
         key: file of its key, if that is another. All three are read anew when they have changed.
-        gpu: number of the GPU that the process computes on, as in ``cuda:0``, for ``view`` to show
-            blocks that the node keeps on it or on another that it reaches. Over ``shm`` only.
+        gpu: number of the GPU that the process computes on, such as 0 for ``cuda:0``, for ``view``
+            to show blocks that the node keeps on it or on another that it reaches. Over ``shm``
+            only.
         required: whether a node that can't be reached now is an error; otherwise calls give misses
             until it can be.
 
     Raises:
         ConfigError: the URL makes no sense, the transport can't be had there, the files of
-            certificates can't be used, or there is no such GPU.
+            certificates can't be used, ``gpu`` is no number, or there is no such GPU.
         InvalidRequest: the namespace has no such shard, or the deadline is not positive.
         KVStoreError: the node can't be reached or refuses the session.
     """
@@ -165,9 +166,11 @@ def _settings(
     )
 
 
-def _compute_gpu(gpu: int | ComputeGpu | None) -> ComputeGpu | None:
-    if not isinstance(gpu, int):
+def _compute_gpu(gpu: object) -> ComputeGpu | None:
+    if gpu is None or isinstance(gpu, ComputeGpu):
         return gpu
+    if not isinstance(gpu, int) or isinstance(gpu, bool):
+        raise ConfigError(f"gpu must be the number of a GPU, such as 0 for cuda:0, not {gpu!r}")
     try:
         return CudaGpu(gpu)
     except SegmentError as error:

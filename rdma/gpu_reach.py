@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rdma.errors import SegmentError
 from rdma.gpu_segments import CudaMapper, Mapper, checked
@@ -12,6 +12,7 @@ from rdma.gpu_segments import CudaMapper, Mapper, checked
 __all__ = ["ComputeGpu", "CudaGpu"]
 
 
+@runtime_checkable
 class ComputeGpu(Protocol):
     """A GPU that a client computes on. Any thread may call it."""
 

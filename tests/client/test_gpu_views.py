@@ -220,6 +220,12 @@ def test_a_gpu_that_is_not_there_is_a_mistake() -> None:
         prepare("unix:///nowhere", SPACE, gpu=99)
 
 
+@pytest.mark.parametrize("gpu", ["cuda:0", "0", b"0", True, 0.0, object()])
+def test_a_gpu_is_named_by_its_number_alone(gpu: Any) -> None:
+    with pytest.raises(ConfigError, match="gpu must be the number of a GPU, such as 0 for cuda:0"):
+        prepare("unix:///nowhere", SPACE, gpu=gpu)
+
+
 async def test_the_asyncio_client_shows_them_too(client: kvstore.Client, store: Store) -> None:
     bring_up(client, 1, COUNT)
     gpu = SharedGpu(0)

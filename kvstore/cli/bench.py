@@ -124,16 +124,25 @@ def _loads(sizes: Sequence[str], batches: Sequence[str], memory: int) -> "list[L
         typer.BadParameter: one of the values is none, or a call would be for more than the memory.
     """
     from kvstore.bench import Load
-    from kvstore.units import format_size
 
     loads = []
     for size in sorted({parse_block_size(text) for text in _split(sizes)}):
         for batch in sorted({_number(text) for text in _split(batches)}):
             loads.append(Load(size, batch))
             if loads[-1].bytes > memory:
-                asked = f"{batch} blocks of {format_size(size)} are more than {format_size(memory)}"
-                raise typer.BadParameter(asked, param_hint="--memory")
+                raise typer.BadParameter(_too_large(loads[-1], memory), param_hint="--memory")
     return loads
+
+
+def _too_large(load: "Load", memory: int) -> str:
+    from kvstore.units import format_size
+
+    size, one = format_size(load.block_bytes), load.batch == 1
+    return (
+        f"{'1 block' if one else f'{load.batch} blocks'} of {size} {'is' if one else 'are'} more "
+        f"than {format_size(memory)}: take more --memory, or a smaller --block-size"
+        f"{'' if one else ' or --batch'}"
+    )
 
 
 def _split(values: Sequence[str]) -> list[str]:

@@ -150,7 +150,16 @@ def test_what_is_put_must_be_removable(tmp_path: Path, cli: Cli) -> None:
         (("--batch", "x"), "from 1 to 65536 blocks"),
         (("--block-size", "0"), "between 1 byte and 1 GiB"),
         (("--memory", "0"), "between 1 byte and 1 TiB"),
-        (("--memory", "1MiB", "--batch", "1,2", "--block-size", "1MiB"), "2 blocks of 1 MiB are"),
+        (
+            ("--memory", "1MiB", "--batch", "1,2", "--block-size", "1MiB"),
+            "2 blocks of 1 MiB are more than 1 MiB: take more --memory, or a smaller --block-size or "
+            "--batch",
+        ),
+        (
+            ("--block-size", "512MiB", "--batch", "1"),
+            "1 block of 512 MiB is more than 256 MiB: take more --memory, or a smaller "
+            "--block-size",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused(

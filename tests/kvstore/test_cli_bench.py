@@ -152,8 +152,8 @@ def test_what_is_put_must_be_removable(tmp_path: Path, cli: Cli) -> None:
         (("--memory", "0"), "between 1 byte and 1 TiB"),
         (
             ("--memory", "1MiB", "--batch", "1,2", "--block-size", "1MiB"),
-            "2 blocks of 1 MiB are more than 1 MiB: take more --memory, or a smaller --block-size or "
-            "--batch",
+            "2 blocks of 1 MiB are more than 1 MiB: take more --memory, or a smaller "
+            "--block-size or --batch",
         ),
         (
             ("--block-size", "512MiB", "--batch", "1"),

@@ -183,7 +183,7 @@ class Gpus:
 
         Args:
             entries: pinned blocks, with a copy or without.
-            end: of whoever reads the copies, such as a :class:`tiers.process_end.ProcessEnd`.
+            end: of whoever reads the copies, such as a :class:`kvstore.process_watch.ProcessWatch`.
         """
         for gpu in self._gpus:
             copies = map(self.copies.of, entries)

@@ -268,8 +268,8 @@ class HbmTier(SlabTier[HbmSegment]):
     def lease(self, extents: Iterable[Extent], end: End) -> None:
         """Let extents not be reused before ``end``, even where they are freed earlier.
 
-        For who queues copies by itself; and with a :class:`tiers.process_end.ProcessEnd` for what
-        a process has been writing to that may be gone, since its GPU can outlive its connection.
+        For who queues copies by itself; and with the end of a process for what that may still read
+        or write when its connection is gone, since its GPU can outlive it.
 
         Raises:
             BadExtent: one holds no block; none is leased.

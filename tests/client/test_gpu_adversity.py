@@ -49,6 +49,17 @@ def connect(url: str, gpu: SharedGpu, deadline: float = 20.0) -> kvstore.Client:
     return kvstore.connect(url, NAMESPACE, gpu=gpu, deadline=deadline)
 
 
+def show_both(session: Session, handle: bytes) -> None:
+    """Open the session, and show two blocks on the GPU."""
+    session.welcome(**GPUS)
+    for _ in range(2):
+        request_id, asked = session.ask()
+        if isinstance(asked, Get):
+            session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
+        else:
+            session.answer(request_id, DeviceSegmentsAnswer([(0, SIZE, handle)]))
+
+
 def answer_memory(session: Session, request_id: int, asked: Any) -> bool:
     """Answer what is asked about memory; whether it was."""
     if isinstance(asked, Segments):
@@ -131,13 +142,7 @@ async def test_a_node_that_dies_leaves_the_views_of_the_asyncio_client_mapped(
     die = threading.Event()
 
     def script(session: Session) -> None:
-        session.welcome(**GPUS)
-        for _ in range(2):
-            request_id, asked = session.ask()
-            if isinstance(asked, Get):
-                session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
-            else:
-                session.answer(request_id, DeviceSegmentsAnswer([(0, SIZE, handle)]))
+        show_both(session, handle)
         die.wait(20)
 
     gpu = SharedGpu(0)
@@ -251,13 +256,7 @@ def test_a_node_that_dies_leaves_the_views_mapped(tmp_path: Path, handle: bytes)
     die = threading.Event()
 
     def script(session: Session) -> None:
-        session.welcome(**GPUS)
-        for _ in range(2):
-            request_id, asked = session.ask()
-            if isinstance(asked, Get):
-                session.answer(request_id, GetAnswer(5, bytes([HBM]) * 2, [0, 1000]))
-            else:
-                session.answer(request_id, DeviceSegmentsAnswer([(0, SIZE, handle)]))
+        show_both(session, handle)
         die.wait(20)
 
     gpu = SharedGpu(0)

@@ -18,9 +18,8 @@ from rdma.gpu_segments import GpuView
 from tests.client.gpu_reader import block, names
 from tests.client.gpu_store import BLOCK, SPACE, Reader, bring_up, put, reader, storm
 from tests.cuda_reading import CudaReader
+from tests.real_gpu import NEEDS_GPU
 from tests.running import DaemonProcess, daemon_process, make_config, wait_for
-from tiers import TierConfigError
-from tiers.cuda import CudaDevice
 
 ROOM = 64
 """Blocks that the GPU has room for, in two segments."""
@@ -28,17 +27,7 @@ HELD = ROOM // 2
 PROMPT = 1
 
 
-def _gpu() -> str | None:
-    """Why there is no GPU."""
-    try:
-        CudaDevice(0).open()
-    except TierConfigError as error:
-        return str(error)
-    return None
-
-
-_REASON = _gpu()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from kvstore.errors import AccessDenied, Unavailable
 from kvstore.gpus import OFFSET_BITS, SEGMENT_BITS
 from kvstore.hbm_promotion import Promotion
 from tests.kvstore.gpu_node import BLOCK, HBM_SEGMENT, Card, GpuNode, cards, content, until
-from tiers.process_end import ProcessEnd
+from tests.process_end import ProcessEnd
 
 ROOM = 2 * HBM_SEGMENT // BLOCK
 

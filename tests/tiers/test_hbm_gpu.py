@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.process_end import ProcessEnd
+from tests.real_gpu import NEEDS_GPU
 from tests.tiers.hbm_engine import digest
 from tests.tiers.tier_contract import TierContract, payload, record
 from tiers import BadExtent, DramTier, HbmTier, Tier, TierConfigError
 from tiers.cuda import CudaDevice
-from tiers.process_end import ProcessEnd
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -33,17 +34,7 @@ SEGMENTS = 4
 CHECKOUT = Path(__file__).parents[2]
 
 
-def _gpu() -> str | None:
-    """Why there is no GPU."""
-    try:
-        CudaDevice(0).open()
-    except TierConfigError as error:
-        return str(error)
-    return None
-
-
-_REASON = _gpu()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+pytestmark = NEEDS_GPU
 
 
 class TestContract(TierContract):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.process_end import ProcessEnd
 from tiers.leases import Leases
-from tiers.process_end import ProcessEnd
 
 EXTENTS = st.integers(0, 7)
 
